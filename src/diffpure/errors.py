@@ -1,0 +1,22 @@
+"""One-sentence errors: what was wrong and what is accepted.
+
+`InputError` is raised at the doors of the library (images, labels, arguments, files); the command line prints its
+message and nothing else.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class InputError(ValueError):
+    """What the caller gave cannot be used; the message is one sentence that says what is accepted."""
+
+
+def unknown(kind: str, name: object, known: Iterable[str]) -> InputError:
+    """The error for an unknown name, with the nearest known one."""
+    known = sorted(known)
+    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return InputError(f"Unknown {kind} {name!r}; {hint}known: {', '.join(known)}.")
