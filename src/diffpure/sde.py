@@ -14,6 +14,7 @@ so with B(t) = ∫₀ᵗ β(s) ds everything has a closed form (Eq. 3):
 
 from __future__ import annotations
 
+import functools
 import math
 import secrets
 from abc import ABC, abstractmethod
@@ -71,10 +72,13 @@ class Schedule(ABC):
         """√(1 - α(t)), the noise scale of the marginal, exact also at t → 0."""
         return torch.sqrt(-torch.expm1(-self.integral(t)))
 
+    def sigma(self, t: Time) -> Tensor:
+        """σ(t) = std(t)/√α(t): the noise in x(t)/√α(t), which is x(0) + σ(t) ε."""
+        return torch.sqrt(torch.expm1(self.integral(t)))
+
     def log_snr(self, t: Time) -> Tensor:
-        """λ(t) = log(√α(t) / std(t)), the half log signal-to-noise ratio."""
-        B = self.integral(t)
-        return -B / 2 - torch.log(-torch.expm1(-B)) / 2
+        """λ(t) = log(√α(t) / std(t)) = -log σ(t), the half log signal-to-noise ratio."""
+        return -torch.log(self.sigma(t))
 
     def time_of_log_snr(self, lam: Tensor) -> Tensor:
         """The t at which `log_snr` is λ: B = log(1 + exp(-2λ))."""
@@ -120,7 +124,7 @@ class VPSDE(Schedule):
         The relation between the two is exact in the limit only: step i ends at t = (i+1)/N, where
         -log ᾱ_i = -Σ log(1 - β_j) = B(t) + O(1/N); at N = 1000, t = 0.1: ᾱ = 0.89702, α = 0.89628.
         """
-        return DiscreteVP(tuple((self.beta(i / (steps - 1)) / steps).item() for i in range(steps)))
+        return _discrete(self, steps)
 
 
 @final
@@ -173,6 +177,12 @@ class DiscreteVP(Schedule):
         B = B.to(torch.float64)
         i = (torch.searchsorted(self._nodes, B, right=True) - 1).clamp(0, len(self) - 1)
         return (i + (B - self._nodes[i]) / (self._nodes[i + 1] - self._nodes[i])) / len(self)
+
+
+@functools.cache
+def _discrete(sde: VPSDE, steps: int) -> DiscreteVP:
+    grid = torch.linspace(0, 1, steps, dtype=torch.float64)
+    return DiscreteVP(tuple((sde.beta(grid) / steps).tolist()))
 
 
 _MASK: Final = (1 << 64) - 1
@@ -228,16 +238,17 @@ class Noise:
 
     @staticmethod
     def _stream(seed: int, step: int) -> np.random.Generator:
-        return np.random.Generator(np.random.Philox(key=[seed, step & _MASK]))
+        return np.random.Generator(np.random.Philox(key=np.array([seed, step & _MASK], dtype=np.uint64)))
 
 
 class Path(ABC):
     """One equation, on one time grid, with one noise: it knows ONE step, and a gradient mode owns the loop.
 
-    `context` is a tensor that every step reads beside the state (the attacked image in LD-SDE): gradient modes
-    differentiate with respect to it too.
+    `score` is what every step calls. `context` is a tensor that every step reads beside the state (the attacked image
+    in LD-SDE): gradient modes differentiate with respect to it too.
     """
 
+    score: Callable[[Tensor, Tensor], Tensor]
     context: Tensor | None
 
     @abstractmethod

@@ -1,0 +1,373 @@
+"""The ways back from a diffused image: each sampler gives a start and a `Path`, and nothing else.
+
+All of them work over any `ScoreModel` s(x, t). With the time running backwards from t* (paper sections 3.1 and B.4):
+
+    ReverseSDE        dx = -½ β(t) [x + 2 s(x, t)] dt + √β(t) dw̄         Euler–Maruyama, the paper's defence
+    ProbabilityFlow   dx = -½ β(t) [x + s(x, t)] dt                      VP-ODE: the same marginals, no noise
+    Langevin          dx = -½ λ [-s(x, t_s) + (x - x_a)/σ²] dt + η √λ dw   LD-SDE: no diffusion, one noise level
+    FewStep           the reverse SDE again, by an exponential integrator: ten steps, not a hundred
+    Ancestral, DDIM   the discrete chain of DDPM; DDIM with η = 1 is Ancestral
+    OneShot           E[x(0) | x(t*)], one call
+
+Noise is drawn from (seed of the image, step): the start takes step 0, step i of a path takes 1 + i.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol, final, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from diffpure.errors import InputError, unknown
+from diffpure.paths import ChainPath, Drift, EulerPath, ExponentialPath, thin
+from diffpure.scores.base import ScoreModel
+from diffpure.sde import STEPS, VPSDE, DiscreteVP, Noise, NoiseSource, Path, Schedule, over
+
+Spacing = Literal["t", "log_snr", "root_sigma"]
+
+START: Final = 0  # the noise step of the forward diffusion
+JITTER: Final = -1  # the noise step that draws a random t*
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """How to purify: from an image in [-1, 1] to the state at t*, and the path back."""
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether two runs on one image differ."""
+
+    def __call__(self, score: ScoreModel, x: Tensor, noise: Noise) -> tuple[Tensor, Path]:
+        """The start x(t*) (B, C, H, W) and the path from it."""
+
+
+def time_grid(sde: Schedule, start: Tensor, end: float, steps: int, spacing: Spacing) -> Tensor:
+    """`steps` intervals from start (() or (B,)) down to end, equal in the spacing's variable: (N+1,) or (N+1, B)."""
+    into, back = SPACINGS[spacing]
+    u, u_end = into(sde, start), into(sde, torch.tensor(end, dtype=torch.float64))
+    fraction = torch.linspace(0, 1, steps + 1, dtype=torch.float64).reshape(-1, *[1] * start.ndim)
+    times = back(sde, u + fraction * (u_end - u))
+    times[0], times[-1] = start, end
+    return times
+
+
+# Each spacing: the variable in which the grid is uniform, as a function of t, and back.
+SPACINGS: Final[dict[str, tuple[Callable[[Schedule, Tensor], Tensor], Callable[[Schedule, Tensor], Tensor]]]] = {
+    "t": (lambda sde, t: t, lambda sde, t: t),
+    "log_snr": (lambda sde, t: sde.log_snr(t), lambda sde, lam: sde.time_of_log_snr(lam)),
+    "root_sigma": (lambda sde, t: sde.sigma(t).sqrt(), lambda sde, u: sde.time_of_log_snr(-2 * torch.log(u))),
+}
+
+
+def fixed_grid(start: float, end: float, dt: float) -> Tensor:
+    """start, start - dt, start - 2 dt, …, end: fixed steps of the paper's solver, of which the last may be shorter."""
+    steps = max(1, math.ceil((start - end) / dt - 1e-6))
+    return torch.cat([start - dt * torch.arange(steps, dtype=torch.float64), torch.tensor([end], dtype=torch.float64)])
+
+
+# -------------------------------------------------------------------------------------------- continuous samplers
+
+
+@dataclass(frozen=True)
+class _Continuous(ABC):
+    """What samplers in continuous time share: diffuse to t*, then a path over a grid from t* to `end`."""
+
+    t_star: float = 0.1
+    dt: float | None = None
+    steps: int | None = None
+    spacing: Spacing = "t"
+    end: float = 1e-5
+    denoise: bool = False
+    jitter: float = 0.0
+    forward: Literal["continuous", "discrete"] = "continuous"
+
+    def __post_init__(self) -> None:
+        _check_t_star(self.t_star, self.jitter)
+        if self.dt is not None and self.steps is not None:
+            raise InputError("Give dt or steps, not both.")
+        if self.dt is not None and not 0 < self.dt <= self.t_star - self.jitter:
+            raise InputError(f"dt is a step inside (0, t*], got dt={self.dt} with t*={self.t_star}.")
+        if self.dt is not None and self.spacing != "t":
+            raise InputError(f"A fixed dt is a grid uniform in t; for spacing={self.spacing!r} give steps.")
+        if self.steps is not None and self.steps < 1:
+            raise InputError(f"steps is at least 1, got {self.steps}.")
+        if self.spacing not in SPACINGS:
+            raise unknown("spacing", self.spacing, SPACINGS)
+        if self.forward not in ("continuous", "discrete"):
+            raise unknown("forward", self.forward, ("continuous", "discrete"))
+        if not 0 < self.end < self.t_star - self.jitter:
+            raise InputError(f"end is a time in (0, t*), got end={self.end} with t*={self.t_star}.")
+
+    @property
+    def stochastic(self) -> bool:
+        return True  # the forward diffusion always is, even where the way back is not
+
+    def __call__(self, score: ScoreModel, x: Tensor, noise: Noise) -> tuple[Tensor, Path]:
+        sde = score.sde
+        t_star = _start_time(self.t_star, self.jitter, noise)
+        eps = noise(START, x)
+        if self.forward == "discrete":
+            chain, n = _chain(sde), _last_step(t_star)
+            start = over(chain.alpha_bar(n).sqrt(), x) * x + over(chain.one_minus_alpha_bar(n).sqrt(), x) * eps
+        else:
+            start = sde.diffuse(x, t_star, eps)
+        return start, self.path(score, self._grid(sde, t_star), noise)
+
+    def _grid(self, sde: Schedule, t_star: Tensor) -> Tensor:
+        if self.steps is None and t_star.ndim == 0:
+            return fixed_grid(self.t_star, self.end, self._dt)
+        # With a random t* every image takes the same number of steps, each of its own length.
+        steps = self.steps or len(fixed_grid(self.t_star, self.end, self._dt)) - 1
+        return time_grid(sde, t_star, self.end, steps, self.spacing)
+
+    @property
+    def _dt(self) -> float:
+        return self.dt if self.dt is not None else min(1e-3, self.t_star)
+
+    @abstractmethod
+    def path(self, score: ScoreModel, times: Tensor, noise: NoiseSource) -> Path:
+        """The path over the given grid."""
+
+
+@final
+@dataclass(frozen=True)
+class ReverseSDE(_Continuous):
+    """The paper's purifier: the reverse VP-SDE (Eq. 2, 4, 5) by Euler–Maruyama.
+
+    t_star: how far to diffuse, in (0, 1].   dt, steps: the size or the number of the steps; dt = 1e-3 if neither.
+    spacing: grid uniform in "t", "log_snr" or "root_sigma" (√σ, σ = std/√α).   end: where the path ends.
+    denoise: one last denoising step there.
+    jitter: Δ of a random t*, uniform in [t* - Δ, t* + Δ] for each image, for the whole process.
+    forward: "continuous" diffuses with α(t*), "discrete" with the chain's ᾱ, as the authors' code does.
+    """
+
+    def path(self, score: ScoreModel, times: Tensor, noise: NoiseSource) -> EulerPath:
+        return EulerPath(
+            score=score,
+            times=times,
+            noise=noise,
+            denoise=self.denoise,
+            drift=reverse_drift(score),
+            diffusion=lambda t: score.sde.beta(t).sqrt(),
+        )
+
+
+@final
+@dataclass(frozen=True)
+class ProbabilityFlow(_Continuous):
+    """VP-ODE: the deterministic equation with the marginals of the reverse SDE, by Euler (appendix B.4)."""
+
+    def path(self, score: ScoreModel, times: Tensor, noise: NoiseSource) -> EulerPath:
+        drift = reverse_drift(score, noise_free=True)
+        return EulerPath(score=score, times=times, noise=noise, denoise=self.denoise, drift=drift, diffusion=None)
+
+
+def reverse_drift(score: ScoreModel, noise_free: bool = False) -> Drift:
+    """f_rev(x, t) = -½ β(t) [x + 2 s(x, t)] (Eq. 5), or with a single s(x, t) for the probability flow."""
+    weight = 1.0 if noise_free else 2.0
+
+    def drift(x: Tensor, t: Tensor, context: Tensor | None) -> Tensor:
+        return over(-score.sde.beta(t) / 2, x) * (x + weight * score(x, t))
+
+    return drift
+
+
+@final
+@dataclass(frozen=True)
+class FewStep(_Continuous):
+    """The reverse SDE in few steps, by an exponential integrator of first or second order (see `ExponentialPath`).
+
+    order 1 calls the score once a step, order 2 twice. Other arguments as for `ReverseSDE`, with 10 steps uniform in
+    √σ down to end = 1e-3 and a last denoising call there as defaults: 21 calls in all.
+    """
+
+    steps: int | None = 10
+    spacing: Spacing = "root_sigma"
+    end: float = 1e-3
+    denoise: bool = True
+    order: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.order not in (1, 2):
+            raise InputError(f"order is 1 or 2, got {self.order}.")
+
+    def path(self, score: ScoreModel, times: Tensor, noise: NoiseSource) -> ExponentialPath:
+        return ExponentialPath(score=score, times=times, noise=noise, denoise=self.denoise, order=self.order)
+
+
+@final
+@dataclass(frozen=True)
+class OneShot:
+    """Diffuse to t*, then E[x(0) | x(t*)] in one call of the score."""
+
+    t_star: float = 0.1
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_t_star(self.t_star, self.jitter)
+
+    @property
+    def stochastic(self) -> bool:
+        return True
+
+    def __call__(self, score: ScoreModel, x: Tensor, noise: Noise) -> tuple[Tensor, Path]:
+        t_star = _start_time(self.t_star, self.jitter, noise)
+        start = score.sde.diffuse(x, t_star, noise(START, x))
+        drift = reverse_drift(score)  # never asked: the grid has no interval, only the final denoising
+        return start, EulerPath(score=score, times=t_star[None], noise=noise, denoise=True, drift=drift, diffusion=None)
+
+
+@final
+@dataclass(frozen=True)
+class Langevin:
+    """LD-SDE (Eq. 23): Langevin dynamics around the input, dx = -½ λ [-s(x, t_s) + (x - x_a)/σ²] dt + η √λ dw.
+
+    It neither diffuses nor denoises: it starts at the input x_a and uses the score at one small time t_s
+    (`score_time`; the paper says 0, its code 0.01). Defaults are the best of the paper's search.
+    """
+
+    variance: float = 100.0  # σ²: how freely x leaves x_a
+    rate: float = 0.1  # λ
+    eta: float = 1.0  # η
+    score_time: float = 0.01
+    steps: int = 100
+
+    def __post_init__(self) -> None:
+        if not (self.variance > 0 and self.rate > 0 and self.eta >= 0 and self.steps >= 1):
+            raise InputError("Langevin needs variance > 0, rate > 0, eta >= 0 and at least one step.")
+        if not 0 < self.score_time <= 1:
+            raise InputError(f"score_time is a time in (0, 1], got {self.score_time}.")
+
+    @property
+    def stochastic(self) -> bool:
+        return self.eta > 0
+
+    def __call__(self, score: ScoreModel, x: Tensor, noise: Noise) -> tuple[Tensor, Path]:
+        times = torch.linspace(0, 1, self.steps + 1, dtype=torch.float64)
+        strength = torch.tensor(self.eta * math.sqrt(self.rate), dtype=torch.float64)
+        diffusion = (lambda t: strength) if self.eta > 0 else None
+        drift = self._drift(score)
+        return x, EulerPath(
+            score=score, times=times, noise=noise, denoise=False, context=x, drift=drift, diffusion=diffusion
+        )
+
+    def _drift(self, score: ScoreModel) -> Drift:
+        def drift(x: Tensor, t: Tensor, context: Tensor | None) -> Tensor:
+            pull = 0 if context is None else (x - context) / self.variance
+            return -self.rate / 2 * (pull - score(x, torch.full_like(t, self.score_time)))
+
+        return drift
+
+
+# ---------------------------------------------------------------------------------------------- discrete samplers
+
+
+@dataclass(frozen=True)
+class _Discrete(ABC):
+    """What samplers on the DDPM chain share: diffuse with ᾱ of step n = 1000 t* - 1, then walk the chain back.
+
+    t_star: how far to diffuse, in (0, 1].   steps: how many of the n + 1 steps to take, evenly; all if not given.
+    clip: clamp x̂₀ to [-1, 1] at every step.   jitter: Δ of a random t*, as for `ReverseSDE`.
+    """
+
+    t_star: float = 0.1
+    steps: int | None = None
+    clip: bool = False
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_t_star(self.t_star, self.jitter)
+        if round(STEPS * (self.t_star - self.jitter)) < 1:
+            raise InputError(f"A discrete sampler needs t* of at least 1/{STEPS}, got {self.t_star - self.jitter}.")
+        if self.steps is not None and self.steps < 1:
+            raise InputError(f"steps is at least 1, got {self.steps}.")
+
+    @property
+    def stochastic(self) -> bool:
+        return True
+
+    def __call__(self, score: ScoreModel, x: Tensor, noise: Noise) -> tuple[Tensor, Path]:
+        chain = _chain(score.sde)
+        first = _last_step(_start_time(self.t_star, self.jitter, noise))
+        start = over(chain.alpha_bar(first).sqrt(), x) * x
+        start = start + over(chain.one_minus_alpha_bar(first).sqrt(), x) * noise(START, x)
+        top = int(first.max())
+        indices = thin(torch.arange(top, -2, -1), self.steps or top + 1)
+        return start, ChainPath(
+            score=score, chain=chain, indices=indices, first=first, noise=noise, eta=self._eta, clip=self.clip
+        )
+
+    @property
+    @abstractmethod
+    def _eta(self) -> float: ...
+
+
+@final
+@dataclass(frozen=True)
+class Ancestral(_Discrete):
+    """DDPM's ancestral sampling with the posterior variance: the purifier of the paper's CelebA-HQ tables."""
+
+    @property
+    def _eta(self) -> float:
+        return 1.0
+
+
+@final
+@dataclass(frozen=True)
+class DDIM(_Discrete):
+    """DDIM: deterministic at eta = 0, the ancestral sampler at eta = 1."""
+
+    eta: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.eta <= 1:
+            raise InputError(f"eta is in [0, 1], got {self.eta}.")
+
+    @property
+    def _eta(self) -> float:
+        return self.eta
+
+
+def _check_t_star(t_star: float, jitter: float) -> None:
+    if not 0 < t_star <= 1:
+        raise InputError(f"t* is a time in (0, 1], got {t_star}.")
+    if not (jitter >= 0 and t_star - jitter > 0 and t_star + jitter <= 1):
+        raise InputError(f"A random t* stays in (0, 1], got {t_star} ± {jitter}.")
+
+
+def _start_time(t_star: float, jitter: float, noise: Noise) -> Tensor:
+    """t*, () for a fixed one, (B,) for a random one."""
+    fixed = torch.tensor(t_star, dtype=torch.float64)
+    return fixed + jitter * (2 * noise.uniform(JITTER) - 1) if jitter > 0 else fixed
+
+
+def _chain(sde: Schedule) -> DiscreteVP:
+    """The discrete chain of a schedule."""
+    if isinstance(sde, VPSDE):
+        return sde.discrete()
+    if isinstance(sde, DiscreteVP):
+        return sde
+    raise InputError(f"{type(sde).__name__} has no discrete chain; use a sampler in continuous time.")
+
+
+def _last_step(t: Tensor) -> Tensor:
+    """n = 1000 t - 1, the index of the chain's step that ends at t."""
+    return torch.round(t * STEPS).long() - 1
+
+
+SAMPLERS: Final[dict[str, type[Sampler]]] = {
+    "sde": ReverseSDE,
+    "ode": ProbabilityFlow,
+    "ld": Langevin,
+    "few-step": FewStep,
+    "ancestral": Ancestral,
+    "ddim": DDIM,
+    "one-shot": OneShot,
+}
