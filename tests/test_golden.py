@@ -1,0 +1,265 @@
+"""The paper's networks compute the function of the reference: proven on files of keys, random weights and results.
+
+The folder is $DIFFPURE_GOLDEN, else shared/golden beside the repository, else the reduced set in tests/golden. Every
+network is built from the `config` in its file, so files with other configurations pass too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from diffpure.checkpoints import LAYOUTS, load_state, read
+from diffpure.classifiers.attributes import AttributeClassifier, AttributeNet
+from diffpure.classifiers.resnet import CifarResNet, ImageNetResNet
+from diffpure.classifiers.vit import VisionTransformer
+from diffpure.classifiers.wrn import DMWideResNet, WideResNet
+from diffpure.errors import InputError
+from diffpure.scores.base import EpsilonScore
+from diffpure.scores.ddpm import DDPMScore, DDPMUNet
+from diffpure.scores.ddpmpp import DDPMpp, DDPMppScore
+from diffpure.scores.guided import GuidedScore, GuidedUNet
+from diffpure.scores.hf import HFScore, unet2d
+from diffpure.sde import VPSDE, DiscreteVP, over
+
+Config = Mapping[str, Any]
+
+HERE = Path(__file__).parent
+FOLDERS = (HERE.parents[1] / "shared" / "golden", HERE / "golden")
+FOLDER = Path(os.environ["DIFFPURE_GOLDEN"]) if "DIFFPURE_GOLDEN" in os.environ else next(
+    (folder for folder in FOLDERS if folder.is_dir()), FOLDERS[-1]
+)  # fmt: skip
+
+
+def hf_score(config: Config) -> HFScore:
+    return HFScore(unet2d(config), size=config["sample_size"], channels=config["in_channels"])
+
+
+# The beginning of a file's name says which network it is: the raw network, and the score model around it.
+NETWORKS: dict[str, Callable[[Config], nn.Module]] = {
+    "ncsnpp": DDPMpp.from_config,
+    "guided": GuidedUNet.from_config,
+    "ddpm": DDPMUNet.from_config,
+    "hf": unet2d,
+    "wrn": WideResNet.from_config,
+    "dm_wrn": DMWideResNet.from_config,
+    "cifar_resnet": CifarResNet.from_config,
+    "tv_": ImageNetResNet.from_config,
+    "deit": VisionTransformer.from_config,
+    "attribute": AttributeNet.from_config,
+}
+SCORES: dict[str, Callable[[Config], EpsilonScore]] = {
+    "ncsnpp": DDPMppScore.from_config,
+    "guided": GuidedScore.from_config,
+    "ddpm": DDPMScore.from_config,
+    "hf": hf_score,
+}
+
+
+def family(name: str) -> str:
+    """The network a file is for."""
+    return next(prefix for prefix in NETWORKS if name.startswith(prefix))
+
+
+def names(kind: str, among: Mapping[str, object] = NETWORKS) -> list[str]:
+    """The files of a kind for these networks, without the checkpoint containers, which hold no plain state."""
+    found = (path.name.removesuffix(f".{kind}.json") for path in sorted(FOLDER.glob(f"*.{kind}.json")))
+    return [name for name in found if name.startswith(tuple(among)) and "checkpoint" not in name]
+
+
+def giving(tensor: str) -> list[str]:
+    """The small diffusion networks whose file holds a tensor."""
+    return [name for name in names("small", SCORES) if tensor in record(name, "small")["tensors"]]
+
+
+def record(name: str, kind: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((FOLDER / f"{name}.{kind}.json").read_text())
+    return content
+
+
+def small(name: str) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+    """What is written about a small network, its tensors, and its state in the dtypes of the original."""
+    about, tensors = record(name, "small"), load_file(FOLDER / f"{name}.small.safetensors")
+    dtypes = {key: getattr(torch, dtype) for key, _, dtype in about["state_dict"]}
+    return about, tensors, {key: tensors[f"state/{key}"].to(dtype) for key, dtype in dtypes.items()}
+
+
+def built(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The raw network of a golden file in channels-last, as users run it, and the file's tensors."""
+    about, tensors, state = small(name)
+    network = build(NETWORKS[family(name)], about["config"])
+    load_state(network, state, name)
+    return network.eval().requires_grad_(False).to(memory_format=torch.channels_last), tensors  # type: ignore[call-overload]
+
+
+def build(make: Callable[[Config], Any], config: Config) -> Any:
+    if make in (unet2d, hf_score):
+        pytest.importorskip("diffusers")
+    return make(config)
+
+
+def score_of(name: str) -> tuple[EpsilonScore, dict[str, Tensor]]:
+    network, tensors = built(name)
+    score = build(SCORES[family(name)], record(name, "small")["config"])
+    score.network = network
+    return score, tensors
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Max abs difference below the tolerance times the size of the expected tensor, or times one if it is smaller."""
+    assert actual.shape == expected.shape
+    error = (actual - expected).abs().max().item()
+    assert error <= tolerance * max(1.0, expected.abs().max().item()), f"off by {error:.1e}"
+
+
+@pytest.mark.parametrize("name", names("full"))
+def test_golden_full_size_keys(name: str) -> None:
+    about = record(name, "full")
+    with torch.device("meta"):
+        network = build(NETWORKS[family(name)], about["config"])
+    ours = [[key, list(value.shape), str(value.dtype)[6:]] for key, value in network.state_dict().items()]
+    assert ours == about["state_dict"]
+    assert sum(p.numel() for p in network.parameters()) == about["num_parameters"]
+
+
+@pytest.mark.parametrize("name", names("small"))
+def test_golden_output_and_gradient(name: str) -> None:
+    network, tensors = built(name)
+    if "output/y_unit_input" in tensors:  # the file's y is without the normalisation that belongs to the classifier
+        close(network(tensors["input/x"]), tensors["output/y_unit_input"], 1e-5)
+        network.normalize = nn.Identity()
+    x = tensors["input/x"].requires_grad_()
+    y = network(x, tensors["input/t"]) if "input/t" in tensors else network(x)
+    y = y if isinstance(y, Tensor) else y.sample
+    close(y, tensors["output/y"], 1e-5)
+    if "output/y_wrapper" in tensors:
+        close(AttributeClassifier(network)(x), tensors["output/y_wrapper"], 1e-5)  # type: ignore[arg-type]
+    if "grad/x" in tensors:
+        (gradient,) = torch.autograd.grad((y * tensors["input/w"]).sum(), x)
+        error = (gradient - tensors["grad/x"]).abs().max()
+        assert error <= 1e-4 * tensors["grad/x"].abs().max()
+
+
+@pytest.mark.parametrize("name", giving("output/score"))
+def test_golden_score_and_drifts(name: str) -> None:
+    score, tensors = score_of(name)
+    x = tensors["input/x"][:2]
+    for k, t in enumerate(tensors["input/score_t"].double()):
+        times = t.expand(2)
+        ours = score(x, times)
+        if "input/score_disc_steps" in tensors:
+            # The reference truncates 1000 t in float32, where a multiple of 1/1000 may fall one lower than ours.
+            steps = tensors["input/score_disc_steps"][k]
+            assert (score.index(times) - steps).abs().max() <= 1  # type: ignore[operator]
+            ours = -score.epsilon_step(x, steps) / over(score.sde.std(times), x)
+        exact = tensors["output/score_float64_std"][k]
+        assert (ours - exact).abs().max() <= 1e-5 * exact.abs().max()
+        loose = 1e-3 if t < 0.01 else 1e-4  # below 0.01 the reference's own 1 - α has lost its digits
+        beta = score.sde.beta(t).float()
+        for key, value in {
+            "score": ours,
+            "drift": -beta / 2 * x - beta * ours,
+            "ode_drift": -beta / 2 * x - beta / 2 * ours,
+        }.items():
+            expected = tensors[f"output/{key}"][k]
+            assert (value - expected).abs().max() <= loose * expected.abs().max(), key
+
+
+@pytest.mark.parametrize("name", giving("output/ld_drift"))
+def test_golden_langevin_drift(name: str) -> None:
+    score, tensors = score_of(name)
+    sigma2, lam, start = 0.001, 0.01, tensors["input/ld_x_init"]
+    x = tensors["input/x"][: len(start)]
+    at = torch.full((len(x),), 0.01, dtype=torch.float64)
+    ours = -lam / 2 * (-score(x, at) + (x - start) / sigma2)
+    expected = tensors["output/ld_drift"]
+    assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", giving("output/p_sample"))
+def test_golden_ancestral_step(name: str) -> None:
+    score, tensors = score_of(name)
+    assert isinstance(score.sde, VPSDE)
+    chain = score.sde.discrete(getattr(score, "steps", 1000))
+    x, i, noise = tensors["input/x"], tensors["input/t"], tensors["input/p_noise"]
+    step = learned_step if isinstance(score, GuidedScore) else fixed_small_step
+    results = step(score, chain, x, i)
+    for key, value in results.items():
+        if f"output/p_{key}" in tensors:
+            close(value, tensors[f"output/p_{key}"], 1e-3 if key == "pred_xstart" else 5e-5)
+    moves = (i != 0).float()[:, None, None, None]
+    sample = results["mean"] + moves * torch.exp(results["log_variance"] / 2) * noise
+    close(sample, tensors["output/p_sample"], 5e-5)
+
+
+def learned_step(score: GuidedScore, chain: DiscreteVP, x: Tensor, i: Tensor) -> dict[str, Tensor]:
+    """The posterior mean of the clipped x0, with the learned variance."""
+    eps, log_variance = score.epsilon_and_log_variance(x, i)
+    alpha_bar, before = chain.alpha_bar(i), chain.alpha_bar(i - 1)
+    x0 = over(alpha_bar.rsqrt(), x) * x - over((1 / alpha_bar - 1).sqrt(), x) * eps
+    x0 = x0.clamp(-1, 1)
+    beta, rest = chain.beta_of_step(i), chain.one_minus_alpha_bar(i)
+    mean = over(beta * before.sqrt() / rest, x) * x0
+    mean = mean + over((1 - beta).sqrt() * chain.one_minus_alpha_bar(i - 1) / rest, x) * x
+    return {"mean": mean, "log_variance": log_variance, "pred_xstart": x0}
+
+
+def fixed_small_step(score: EpsilonScore, chain: DiscreteVP, x: Tensor, i: Tensor) -> dict[str, Tensor]:
+    """The mean from ε, with the variance of the posterior (`fixedsmall`)."""
+    eps = score.epsilon_step(x, i)
+    beta, rest = chain.beta_of_step(i), chain.one_minus_alpha_bar(i)
+    mean = over((1 - beta).rsqrt(), x) * (x - over(beta / rest.sqrt(), x) * eps)
+    variance = beta * chain.one_minus_alpha_bar(i - 1) / rest
+    return {"mean": mean, "log_variance": over(variance.log(), x).expand_as(x)}
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("ncsnpp_checkpoint*.small.pth")), ids=lambda path: path.name)
+def test_golden_checkpoint_gives_the_moving_average(path: Path) -> None:
+    name = path.name.removesuffix(".small.pth")
+    about, tensors = record(name, "small"), load_file(FOLDER / f"{name}.small.safetensors")
+    network = DDPMpp.from_config(about["config"]).eval()
+    load_state(network, LAYOUTS["score-sde"](read(path), network), path.name)
+    y = network(tensors["input/x"], tensors["input/t"])
+    close(y, tensors["output/y_ema"], 1e-5)
+    if "output/y_raw_model" in tensors:
+        assert (y - tensors["output/y_raw_model"]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", names("full", {"hf": None}))
+def test_golden_legacy_attention_names(name: str) -> None:
+    about = record(name, "full")
+    legacy = dict(about["state_dict_legacy_names"])
+    old = {legacy.get(key, key): key for key, _, _ in about["state_dict"]}
+    assert all(key == current for key, current in LAYOUTS["diffusers"](old, nn.Module()).items())
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("torchsde_em*.json")), ids=lambda path: path.name)
+def test_golden_reverse_sde_and_its_exact_gradient(path: Path) -> None:
+    network = json.loads(path.read_text())["network"].removesuffix(".small.safetensors")
+    if network not in names("small"):
+        pytest.skip("the network of this run is not in the folder")
+    score, _ = score_of(network)
+    tensors = load_file(path.with_suffix(".safetensors"))
+    x = start = tensors["input/x_tstar"].requires_grad_()
+    steps = zip(tensors["input/t_prime_start"], tensors["input/t_prime_end"], tensors["input/dW"], strict=True)
+    for begin, end, dW in steps:
+        t = 1 - begin.double()
+        beta = score.sde.beta(t).float()
+        drift = -beta / 2 * x - beta * score(x, t.expand(len(x)))
+        x = x - (end - begin) * drift + beta.sqrt() * dW
+    close(x, tensors["output/x0"], 5e-5)
+    (gradient,) = torch.autograd.grad((x * tensors["input/w"]).sum(), start)
+    assert (gradient - tensors["grad/exact"]).abs().max() <= 1e-4 * tensors["grad/exact"].abs().max()
+
+
+def test_an_unknown_configuration_is_refused() -> None:
+    with pytest.raises(InputError, match=r"DMWideResNet with padding = 4 is not implemented; accepted is 0\."):
+        DMWideResNet.from_config({"depth": 10, "width": 1, "num_classes": 10, "activation": "relu", "padding": 4})
