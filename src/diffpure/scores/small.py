@@ -1,0 +1,156 @@
+"""A small UNet for 32×32 images whose score a laptop can compute: about 115 million multiply-adds a call.
+
+The door folds 2×2 pixels into channels, so the widest maps are 16×16; below are 8×8, with one attention block, and
+4×4. With σ(t) = std(t)/√α(t) and z = x/√α = x₀ + σ ε, the network F sees an input of unit variance and the log
+signal-to-noise ratio λ, and the denoised image is preconditioned as in EDM (Karras et al. 2022, σ_d = ½),
+
+    D(z) = σ_d²/(σ²+σ_d²) z + σ σ_d/√(σ²+σ_d²) F(z/√(σ²+σ_d²), λ),
+
+so that D(z) → z as t → 0 whatever F says. In terms of the noise, ε̂ = (z - D(z))/σ is
+
+    ε̂(x, t) = σ/(σ²+σ_d²) z - σ_d/√(σ²+σ_d²) F.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Final, TypeVar, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from diffpure.errors import InputError
+from diffpure.scores.base import EpsilonScore
+from diffpure.sde import VPSDE, Schedule, over
+
+SIGMA_DATA: Final = 0.5  # standard deviation of natural images in [-1, 1]
+_GROUP: Final = 8  # channels normalised together
+M = TypeVar("M", bound=nn.Module)
+
+
+@final
+class SmallUNet(EpsilonScore):
+    """ε̂(x, t) for images x (B, 3, S, S) in [-1, 1]; `widths` are the channels at S/2, S/4, …"""
+
+    def __init__(
+        self,
+        widths: Sequence[int] = (64, 112, 192),
+        embedding: int = 256,
+        channels: int = 3,
+        size: int = 32,
+        sde: Schedule = VPSDE(),
+    ) -> None:
+        super().__init__(sde, size, channels)
+        if len(widths) < 2 or any(width % _GROUP for width in widths) or size % 2 ** len(widths):
+            raise InputError(f"Two widths or more are multiples of {_GROUP}, and 2 to their number divides the size.")
+        first, last = widths[0], widths[-1]
+        pairs = list(pairwise(widths))
+        self.embed = _LevelEmbedding(embedding)
+        self.door = nn.Conv2d(4 * channels, first, 3, padding=1)
+        self.down = nn.ModuleList(_Block(width, embedding) for width in widths[:-1])
+        self.shrink = nn.ModuleList(nn.Conv2d(a, b, 3, stride=2, padding=1) for a, b in pairs)
+        self.middle = _Block(last, embedding)
+        self.grow = nn.ModuleList(nn.Conv2d(b, 4 * a, 1) for a, b in pairs)
+        self.up = nn.ModuleList(_Block(width, embedding) for width in widths[:-1])
+        self.attention = _Attention(widths[-2])
+        self.finish = _Block(first, embedding)
+        self.norm = nn.GroupNorm(first // _GROUP, first)
+        self.exit = _zero(nn.Conv2d(first, 4 * channels, 3, padding=1))
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def epsilon(self, x: Tensor, t: Tensor) -> Tensor:
+        sigma = torch.exp(-self.sde.log_snr(t))
+        power = sigma**2 + SIGMA_DATA**2
+        z = x * over(torch.exp(self.sde.gamma(t)), x)
+        residual = self.network(z * over(power.rsqrt(), x), -torch.log(sigma))
+        return over(sigma / power, x) * z - over(SIGMA_DATA * power.rsqrt(), x) * residual
+
+    def network(self, x: Tensor, level: Tensor) -> Tensor:
+        """F: the bare UNet on x (B, C, S, S) of unit variance at log signal-to-noise ratios `level` (B,)."""
+        level = self.embed(level.to(x.dtype).expand(len(x)))
+        h = self.door(F.pixel_unshuffle(x, 2).contiguous(memory_format=torch.channels_last))
+        skips = []
+        for block, shrink in zip(self.down, self.shrink, strict=True):
+            h = block(h, level)
+            skips.append(h)
+            h = shrink(h)
+        h = self.middle(h, level)
+        for depth in reversed(range(len(self.up))):
+            h = F.pixel_shuffle(self.grow[depth](h), 2).contiguous(memory_format=torch.channels_last)
+            h = h + skips[depth]
+            if depth == len(self.up) - 1:
+                h = self.attention(h)
+            h = self.up[depth](h, level)
+        h = self.finish(h, level)
+        return F.pixel_shuffle(self.exit(F.silu(self.norm(h))), 2)
+
+
+class _LevelEmbedding(nn.Module):
+    """Sines and cosines of λ, then a small network: (B,) -> (B, D)."""
+
+    frequencies: Tensor
+
+    def __init__(self, width: int, waves: int = 16) -> None:
+        super().__init__()
+        # λ runs over about ten units: periods from 20 units down to a tenth of one.
+        periods = torch.logspace(math.log10(20), -1, waves)
+        self.register_buffer("frequencies", 2 * math.pi / periods, persistent=False)
+        self.layers = nn.Sequential(nn.Linear(2 * waves, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU())
+
+    def forward(self, level: Tensor) -> Tensor:
+        phase = level[:, None] * self.frequencies
+        embedded: Tensor = self.layers(torch.cat([phase.sin(), phase.cos()], 1))
+        return embedded
+
+
+class _Block(nn.Module):
+    """A residual block; the noise level scales and shifts the channels between its two convolutions."""
+
+    def __init__(self, width: int, embedding: int) -> None:
+        super().__init__()
+        self.norm1 = nn.GroupNorm(width // _GROUP, width)
+        self.conv1 = nn.Conv2d(width, width, 3, padding=1)
+        self.norm2 = nn.GroupNorm(width // _GROUP, width, affine=False)
+        self.level = nn.Linear(embedding, 2 * width)
+        self.conv2 = _zero(nn.Conv2d(width, width, 3, padding=1))
+
+    def forward(self, x: Tensor, level: Tensor) -> Tensor:
+        scale, shift = self.level(level)[:, :, None, None].chunk(2, 1)
+        h = self.conv1(F.silu(self.norm1(x)))
+        h = torch.addcmul(shift, self.norm2(h), 1 + scale)
+        out: Tensor = x + self.conv2(F.silu(h))
+        return out
+
+
+class _Attention(nn.Module):
+    """Every place looks at every other: one residual self-attention."""
+
+    def __init__(self, width: int, head: int = 56) -> None:
+        super().__init__()
+        self.heads = max(1, width // head)
+        if width % self.heads:
+            raise InputError(f"A width of {width} channels cannot be divided among {self.heads} heads.")
+        self.norm = nn.GroupNorm(width // _GROUP, width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = _zero(nn.Linear(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, C, H, W = x.shape
+        tokens = self.norm(x).permute(0, 2, 3, 1).reshape(B, H * W, C)
+        q, k, v = self.qkv(tokens).reshape(B, H * W, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, H * W, C)
+        out: Tensor = x + self.out(seen).reshape(B, H, W, C).permute(0, 3, 1, 2)
+        return out
+
+
+def _zero(module: M) -> M:
+    """The module with all weights zero, so that its branch is silent at the start."""
+    for parameter in module.parameters():
+        nn.init.zeros_(parameter)
+    return module
+
+
+ARCHITECTURES: Final[dict[str, Callable[..., EpsilonScore]]] = {"SmallUNet": SmallUNet}

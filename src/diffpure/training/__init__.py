@@ -1,0 +1,1 @@
+"""Training the models of the package: scores by denoising score matching, classifiers plainly or adversarially."""

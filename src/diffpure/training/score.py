@@ -1,0 +1,151 @@
+"""Training a score network by denoising score matching (Vincent 2011; Song et al. 2021).
+
+Each step takes clean images x₀ in [-1, 1], times t in (0, t_max] and noise ε, and descends
+
+    w(t) · |ε̂(√α(t) x₀ + std(t) ε, t) - ε|²,
+
+whose minimum is the score of the diffused data. Purification to t* needs no time beyond t*, so all capacity goes
+below t_max: t = t_max · u^power with u spread evenly over the batch, which halves the variance of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+import torch
+from PIL import Image
+from rich.console import Console
+from torch import Tensor, nn
+
+from diffpure.data.cifar10 import Images
+from diffpure.errors import InputError, unknown
+from diffpure.scores.base import EpsilonScore
+from diffpure.sde import Schedule, over
+from diffpure.training.loop import Run, State, batch_indices, cosine, generator, train
+
+TIMES: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
+WEIGHTINGS: Final[dict[str, Callable[[Schedule, Tensor], Tensor]]] = {
+    "epsilon": lambda sde, t: torch.ones_like(t),  # every time counts alike in units of its noise
+    "edm": lambda sde, t: 1 + 4 * torch.exp(-2 * sde.log_snr(t)),  # (σ² + σ_d²)/σ_d²: the network's own error
+    "likelihood": lambda sde, t: sde.beta(t) / sde.std(t) ** 2,  # g²/std²: the bound on the likelihood
+}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ScoreConfig:
+    """What a training of a score depends on, beside its data; the defaults are those of `cifar10-small`."""
+
+    images: int = 900_000  # seen in all, mirrored ones included
+    batch: int = 128
+    rate: float = 1e-3
+    clip: float = 1.0
+    decay: float = 0.999
+    t_max: float = 0.3
+    power: float = 2.0  # t = t_max · u^power: 1 is uniform, more looks longer at small times
+    weighting: str = "edm"
+    flip: bool = True
+    seed: int = 0
+    threads: int | None = None
+    checkpoint_seconds: float = 180.0
+
+    def __post_init__(self) -> None:
+        if self.weighting not in WEIGHTINGS:
+            raise unknown("weighting", self.weighting, WEIGHTINGS)
+        if not 0 < self.t_max <= 1 or self.power <= 0:
+            raise InputError(f"Times need 0 < t_max <= 1 and power > 0, got {self.t_max} and {self.power}.")
+
+
+def train_score(
+    model: EpsilonScore,
+    images: Images,
+    config: ScoreConfig,
+    validation: Images | None = None,
+    folder: Path | None = None,
+    console: Console | None = None,
+) -> State:
+    """Train `model` in place on images (pixels of any even size); returns the averaged weights, the ones to keep.
+
+    With validation images, the log gets their ε-error by t at every checkpoint, and `folder` a picture of clean,
+    noisy and denoised images.
+    """
+    model.train()
+    weight = WEIGHTINGS[config.weighting]
+
+    def loss(step: int) -> Tensor:
+        x0, t, eps = _draw(images, config, step)
+        error = (model.epsilon(model.sde.diffuse(x0, t, eps), t) - eps).square().mean((1, 2, 3))
+        return (over(weight(model.sde, t), error) * error).mean()
+
+    def report(averaged: nn.Module, step: int) -> str:
+        assert isinstance(averaged, EpsilonScore)
+        assert validation
+        if folder:
+            picture(averaged, validation).save(folder / "denoised.png")
+        errors = epsilon_error(averaged, validation)
+        return "ε-error " + " ".join(f"{t:g}:{error:.4f}" for t, error in errors.items())
+
+    run = Run(
+        steps=max(1, config.images // config.batch),
+        folder=folder,
+        decay=config.decay,
+        clip=config.clip,
+        checkpoint_seconds=config.checkpoint_seconds,
+        threads=config.threads,
+    )
+    optimiser = torch.optim.Adam(model.parameters(), lr=config.rate, betas=(0.9, 0.99))
+    return train(model, optimiser, loss, cosine(), run, report if validation else None, console)
+
+
+def _draw(images: Images, config: ScoreConfig, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The clean images (B, C, H, W) in [-1, 1], the times (B,) float64 and the noise of one step."""
+    _, index = batch_indices(config.seed, step, len(images), config.batch)
+    random = generator(config.seed, step, 4)
+    x = to_range(images[index])
+    if config.flip:
+        mirrored = torch.rand(len(x), generator=random) < 0.5
+        x = torch.where(mirrored[:, None, None, None], x.flip(3), x)
+    places = torch.rand((), generator=random, dtype=torch.float64) + torch.arange(len(x), dtype=torch.float64) / len(x)
+    t = config.t_max * (1 - places % 1) ** config.power  # 1 - u is in (0, 1], so that no time is zero
+    return x, t, torch.randn(x.shape, generator=random)
+
+
+def to_range(images: Images) -> Tensor:
+    """The pixels as float32 in [-1, 1], the range of score models."""
+    return images.pixels.float() / 127.5 - 1
+
+
+@torch.no_grad()
+def epsilon_error(
+    model: EpsilonScore, images: Images, times: Sequence[float] = TIMES, seed: int = 0, batch: int = 250
+) -> dict[float, float]:
+    """E|ε̂ - ε|² a pixel at each time, over the images with noise that depends on the seed and the time alone."""
+    errors = {}
+    for time in times:
+        random = generator(seed, round(1e6 * time), 5)
+        total = 0.0
+        for first in range(0, len(images), batch):
+            x = to_range(images[first : first + batch])
+            eps = torch.randn(x.shape, generator=random)
+            t = torch.full((len(x),), time, dtype=torch.float64)
+            error = model.epsilon(model.sde.diffuse(x, t, eps), t) - eps
+            total += error.square().mean((1, 2, 3)).sum().item()
+        errors[time] = total / len(images)
+    return errors
+
+
+@torch.no_grad()
+def picture(model: EpsilonScore, images: Images, times: Sequence[float] = (0.05, 0.1, 0.2)) -> Image.Image:
+    """Rows of clean, noisy and denoised images, one pair of rows a time."""
+    x = to_range(images[:12])
+    rows = [x]
+    for time in times:
+        t = torch.full((len(x),), time, dtype=torch.float64)
+        noisy = model.sde.diffuse(x, t, torch.randn(x.shape, generator=generator(0, 0, 6)))
+        rows += [noisy, model.sde.denoised(noisy, t, model(noisy, t))]
+    sheet = torch.cat([torch.cat(list(row), 2) for row in rows], 1)
+    pixels = ((sheet + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0)
+    return Image.fromarray(pixels.squeeze(2).numpy())

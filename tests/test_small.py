@@ -1,0 +1,142 @@
+"""The small networks: shapes, costs counted by hand, gradients, preconditioning, and their weights as files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from diffpure.classifiers.small import ARCHITECTURES, SmallResNet
+from diffpure.errors import InputError
+from diffpure.scores.small import SmallUNet
+from diffpure.training.cost import multiply_adds, parameters
+from diffpure.weights import cards, embedded, pack
+
+X = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def shaken(model: nn.Module) -> nn.Module:
+    """The model with weights none of which is zero, so that every branch speaks."""
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=random))
+    return model
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_classifiers_give_logits_and_gradients(name):
+    torch.manual_seed(0)
+    model = ARCHITECTURES[name](classes=7).eval()
+    x = X.clone().requires_grad_()
+    logits = model(x)
+    assert logits.shape == (2, 7)
+    logits.logsumexp(1).sum().backward()
+    assert x.grad is not None
+    assert torch.isfinite(x.grad).all()
+    assert x.grad.abs().max() > 0
+
+
+def test_resnet_costs_what_a_hand_counts():
+    convolutions = [
+        31**2 * 24 * 3 * 4,
+        31**2 * 64 * 24 * 9, 15**2 * 64 * 64 * 9,
+        15**2 * 256 * 64 * 9, 7**2 * 256 * 256 * 9,
+        7**2 * 256 * 256 * 9, 3**2 * 256 * 256 * 9,
+    ]  # fmt: skip
+    assert multiply_adds(SmallResNet().eval(), X[:1]) == sum(convolutions) + 256 * 10
+
+
+def test_whitening_whitens():
+    torch.manual_seed(0)
+    images = torch.rand(64, 3, 16, 16).cumsum(3) / 16
+    model = SmallResNet()
+    model.fit_whitening(images, floor=0.0)
+    with torch.no_grad():
+        seen = nn.functional.conv2d(model.normalize(images), model.whiten.weight).transpose(0, 1).flatten(1)
+    assert torch.allclose(seen[:12] @ seen[:12].T / seen.shape[1], torch.eye(12), atol=1e-3)
+    assert torch.equal(seen[:12], -seen[12:])
+
+
+def test_unet_costs_what_a_hand_counts():
+    a, b, c, e = 64, 112, 192, 256
+    blocks = 3 * 2 * 9 * 256 * a**2 + 2 * 2 * 9 * 64 * b**2 + 2 * 9 * 16 * c**2
+    door_and_exit = 2 * 9 * 256 * 12 * a
+    between = 9 * 64 * a * b + 9 * 16 * b * c + 64 * b * 4 * a + 16 * c * 4 * b
+    attention = 64 * 4 * b**2 + 2 * 64**2 * b
+    levels = 32 * e + e * e + 2 * e * (3 * a + 2 * b + c)
+    total = multiply_adds(SmallUNet(), X[:1], torch.tensor([0.1]))
+    assert total == blocks + door_and_exit + between + attention + levels
+    assert total <= 120_000_000
+    assert parameters(SmallUNet()) < 2_500_000
+
+
+@pytest.mark.parametrize("widths", [(16, 24), (16, 24, 32)])
+def test_unet_shapes_and_finite_gradients(widths):
+    model = shaken(SmallUNet(widths=widths, embedding=16))
+    x = (2 * X - 1).requires_grad_()
+    score = model(x, torch.tensor([0.001, 0.3]))
+    assert score.shape == x.shape
+    (score**2).mean().backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+    assert x.grad is not None
+    assert torch.isfinite(x.grad).all()
+
+
+def test_unet_refuses_what_it_cannot_divide():
+    with pytest.raises(InputError, match="multiples of 8"):
+        SmallUNet(widths=(10, 20))
+    with pytest.raises(InputError, match="Two widths"):
+        SmallUNet(widths=(16,))
+    with pytest.raises(InputError, match="size"):
+        SmallUNet(widths=(16, 16, 16), size=20)
+
+
+def test_the_denoised_image_tends_to_the_image_as_t_tends_to_zero():
+    model = shaken(SmallUNet(widths=(16, 24), embedding=16))
+    x = 2 * X - 1
+    for t in (1e-2, 1e-3, 1e-4, 1e-5):
+        times = torch.full((2,), t, dtype=torch.float64)
+        with torch.no_grad():
+            change = (model.sde.denoised(x, times, model(x, times)) - x).abs().max()
+        assert change < 10 * model.sde.std(t)
+
+
+def test_a_silent_unet_is_the_score_of_gaussian_data():
+    """With F = 0 the preconditioning alone is exact for data N(0, σ_d²): its score is -x / (1 - α + σ_d² α)."""
+    model = SmallUNet(widths=(16, 24), embedding=16)
+    x, t = 2 * X - 1, torch.tensor([0.02, 0.2], dtype=torch.float64)
+    alpha = model.sde.alpha(t)
+    exact = -x / (1 - 0.75 * alpha)[:, None, None, None]
+    with torch.no_grad():
+        assert torch.allclose(model(x, t), exact.float(), rtol=1e-4)
+
+
+def test_an_image_does_not_depend_on_its_batch():
+    model = shaken(SmallUNet(widths=(16, 24), embedding=16))
+    x, t = 2 * X - 1, torch.tensor([0.05, 0.2], dtype=torch.float64)
+    with torch.no_grad():
+        together, alone = model(x, t), torch.cat([model(x[i : i + 1], t[i : i + 1]) for i in range(2)])
+    assert torch.allclose(together, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_half_precision_refuses_what_it_cannot_hold():
+    with pytest.raises(InputError, match="half precision"):
+        pack({"w": torch.tensor([1e6])})
+
+
+def test_unknown_weights_are_named():
+    with pytest.raises(InputError, match="embedded model"):
+        embedded("cifar10-smal")
+
+
+@pytest.mark.parametrize("name", cards())
+def test_embedded_weights_fit_their_network(name):
+    from diffpure.scores.small import ARCHITECTURES as SCORES
+
+    card, state = embedded(name)
+    model = {"score": SCORES, "classifier": ARCHITECTURES}[card["kind"]][card["architecture"]](**card["arguments"])
+    model.load_state_dict(state)
+    assert parameters(model) == card["parameters"]
+    inputs = (X[:1], torch.tensor([0.1])) if card["kind"] == "score" else (X[:1],)
+    assert multiply_adds(model.eval(), *inputs) == card["multiply_adds"]

@@ -1,0 +1,267 @@
+"""Training: batches and resumption as pure functions of the step, and real trainings on scikit-learn's digits."""
+
+from __future__ import annotations
+
+import math
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from diffpure.attacks.pgd import PGD
+from diffpure.data.cifar10 import Images
+from diffpure.errors import InputError
+from diffpure.scores.small import SmallUNet
+from diffpure.threats import L2, Linf
+from diffpure.training.adversarial import FAST_LINF, Adversary
+from diffpure.training.classifier import Augmented, ClassifierConfig, train_classifier
+from diffpure.training.loop import Run, averaged, batch_indices, cosine, generator, train, triangular
+from diffpure.training.score import ScoreConfig, _draw, epsilon_error, picture, train_score
+
+
+def toy() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3))
+    return model, torch.optim.Adam(model.parameters(), lr=1e-2)
+
+
+def toy_loss(model: nn.Module, stop: int | None = None):
+    """A loss of the step alone; at step `stop`, an interrupt from the keyboard."""
+
+    def loss(step: int) -> Tensor:
+        if step == stop:
+            raise KeyboardInterrupt
+        x = torch.randn(8, 1, 8, 8, generator=generator(7, step))
+        return F.mse_loss(model(x), x.flatten(1)[:, :3])
+
+    return loss
+
+
+def run_toy(folder: Path | None, stop: int | None = None, steps: int = 30) -> dict[str, Tensor]:
+    """The averaged weights of a toy run; with `stop`, interrupted from the keyboard at that step."""
+    model, optimiser = toy()
+    run = Run(steps=steps, folder=folder, decay=0.9, clip=1.0, log_steps=5)
+    return train(model, optimiser, toy_loss(model, stop), cosine(), run)
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("stop", [1, 13, 29])
+def test_an_interrupted_run_goes_on_to_the_same_weights(tmp_path, stop):
+    with pytest.raises(KeyboardInterrupt):
+        run_toy(tmp_path, stop)
+    assert same(run_toy(tmp_path), run_toy(None))
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path):
+    first = run_toy(tmp_path)
+    assert same(first, run_toy(tmp_path, stop=0))
+    assert "step 30/30 loss" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    run_toy(tmp_path)
+    model = nn.Linear(3, 3)
+    optimiser = torch.optim.Adam(model.parameters())
+    with pytest.raises(InputError, match="another model"):
+        train(model, optimiser, lambda _: torch.tensor(0.0), cosine(), Run(steps=1, folder=tmp_path))
+
+
+KILLED = """
+import sys, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import test_training as t
+from diffpure.training.loop import Run, cosine, train
+torch.set_num_threads(1)
+model, optimiser = t.toy()
+run = Run(steps=100_000, folder=Path(sys.argv[1]), checkpoint_seconds=0.05)
+train(model, optimiser, t.toy_loss(model), cosine(), run)
+"""
+
+
+def test_a_run_killed_with_sigkill_goes_on_to_the_same_weights(tmp_path):
+    """The process dies at no chosen moment; its last checkpoint goes on to what an unbroken run gives."""
+    folder = tmp_path / "run"
+    child = subprocess.Popen([sys.executable, "-c", KILLED, str(folder), str(Path(__file__).parent)])
+    file = folder / "checkpoint.pt"
+    while not file.is_file() and child.poll() is None:
+        time.sleep(0.02)
+    time.sleep(0.3)
+    child.kill()
+    assert child.wait() == -signal.SIGKILL
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        step = torch.load(file, weights_only=True)["step"]
+        weights = []
+        for where in (folder, None):
+            model, optimiser = toy()
+            with pytest.raises(KeyboardInterrupt):
+                train(model, optimiser, toy_loss(model, step + 5), cosine(), Run(steps=100_000, folder=where))
+            weights.append(model.state_dict())
+    finally:
+        torch.set_num_threads(threads)
+    assert same(*weights)
+
+
+def test_schedules_begin_peak_and_end_where_they_say():
+    rise = triangular(peak=0.25, start=0.2, end=0.1)
+    assert [rise(p) for p in (0.0, 0.25, 1.0)] == pytest.approx([0.2, 1.0, 0.1])
+    assert rise(0.125) == pytest.approx(0.6)
+    fall = cosine(warmup=0.1, end=0.02)
+    assert [fall(p) for p in (0.0, 0.1, 0.55, 1.0)] == pytest.approx([0.0, 1.0, 0.51, 0.02])
+
+
+def test_every_epoch_shows_every_image_once():
+    for epoch in range(2):
+        seen = torch.cat([batch_indices(3, 4 * epoch + place, 20, 5)[1] for place in range(4)])
+        assert sorted(seen.tolist()) == list(range(20))
+    assert not torch.equal(batch_indices(3, 0, 20, 5)[1], batch_indices(3, 4, 20, 5)[1])
+    with pytest.raises(InputError, match="batch of 21"):
+        batch_indices(0, 0, 20, 21)
+
+
+def test_a_run_refuses_impossible_numbers():
+    with pytest.raises(InputError, match="steps >= 1"):
+        Run(steps=0)
+    with pytest.raises(InputError, match="weighting"):
+        ScoreConfig(weighting="epsilom")
+    with pytest.raises(InputError, match="t_max"):
+        ScoreConfig(t_max=0)
+    with pytest.raises(InputError, match="TRADES"):
+        replace(FAST_LINF, trades=0)
+
+
+def test_a_loss_that_is_not_finite_stops_the_training():
+    model, optimiser = toy()
+    with pytest.raises(FloatingPointError, match="not finite"):
+        train(model, optimiser, lambda _: torch.tensor(math.nan), cosine(), Run(steps=1))
+
+
+def test_two_epochs_show_each_image_from_both_sides():
+    pixels = torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8, generator=generator(0, 0))
+    images = Images(pixels, torch.arange(6))
+    source = Augmented(images, ClassifierConfig(batch=6, translate=0))
+    shown = {}
+    for step in range(2):
+        x, y = source(step)
+        assert x.is_contiguous(memory_format=torch.channels_last)
+        for image, label in zip(x, y.tolist(), strict=True):
+            shown.setdefault(label, []).append(image)
+    for label, (first, second) in shown.items():
+        assert torch.equal(first, second.flip(2))
+        assert any(torch.equal(view, images.float()[label]) for view in (first, second))
+
+
+def test_translations_move_the_image_and_nothing_else():
+    pixels = torch.arange(64, dtype=torch.uint8).reshape(1, 1, 8, 8).expand(5, 3, 8, 8).contiguous()
+    x, _ = Augmented(Images(pixels, torch.zeros(5, dtype=torch.int64)), ClassifierConfig(batch=5, flip=False))(0)
+    padded = F.pad(pixels[:1].float(), (2, 2, 2, 2), mode="reflect") / 255
+    places = [padded[0, :, i : i + 8, j : j + 8] for i in range(5) for j in range(5)]
+    assert all(any(torch.equal(image, place) for place in places) for image in x)
+
+
+def test_the_times_of_a_batch_are_spread_evenly():
+    images = Images(torch.zeros(64, 1, 8, 8, dtype=torch.uint8), torch.zeros(64))
+    _, t, eps = _draw(images, ScoreConfig(batch=64, t_max=0.3, power=2.0), 5)
+    u = (t / 0.3).sqrt().sort().values
+    assert (u > 0).all()
+    assert (u <= 1).all()
+    assert torch.allclose(u.diff(), torch.full((63,), 1 / 64, dtype=torch.float64))
+    assert eps.std().item() == pytest.approx(1, abs=0.05)
+
+
+@pytest.fixture(scope="module")
+def digits() -> Images:
+    data = pytest.importorskip("sklearn.datasets").load_digits()
+    pixels = (torch.from_numpy(data.images) * (255 / 16)).round().to(torch.uint8)[:, None]
+    return Images(pixels, torch.from_numpy(data.target).long())
+
+
+def test_a_score_learns_the_digits(digits, tmp_path):
+    """The stated loss: less than half of the ε-error of the best Gaussian, which is the network before training."""
+    torch.manual_seed(0)
+    model = SmallUNet(widths=(32, 48), embedding=32, channels=1, size=8)
+    training, rest = digits[:1500], digits[1500:]
+    before = epsilon_error(model, rest, (0.1, 0.2))
+    config = ScoreConfig(images=30_000, batch=100, rate=3e-3, decay=0.98, flip=False, threads=1)
+    state = train_score(model, training, config, rest, tmp_path)
+    with averaged(model, state):
+        after = epsilon_error(model, rest, (0.1, 0.2))
+        assert picture(model, rest).size == (12 * 8, 7 * 8)
+    assert after[0.1] < 0.5 * before[0.1]
+    assert after[0.2] < 0.5 * before[0.2]
+    assert (tmp_path / "denoised.png").is_file()
+    assert "ε-error 0.005:" in (tmp_path / "log.txt").read_text()
+
+
+class DigitNet(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 16, 10),
+        )  # fmt: skip
+
+
+DIGITS = {"batch": 100, "rate": 2.0, "bias_factor": 1.0, "translate": 1, "flip": False, "decay": 0.9, "threads": 1}
+
+
+def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    with torch.no_grad():
+        return (model(x).argmax(1) == y).float().mean().item()
+
+
+def test_a_classifier_learns_the_digits(digits):
+    torch.manual_seed(0)
+    model = DigitNet()
+    state = train_classifier(model, digits[:1500], ClassifierConfig(epochs=5, **DIGITS))
+    with averaged(model, state):
+        assert accuracy(model, digits[1500:].float(), digits[1500:].labels) > 0.9
+
+
+def test_a_classifier_can_be_trained_on_purified_images(digits):
+    torch.manual_seed(0)
+    seen = []
+
+    def purify(x: Tensor, seeds) -> Tensor:
+        seen.append(tuple(seeds))
+        return 1 - x
+
+    model = DigitNet()
+    state = train_classifier(model, digits[:1500], ClassifierConfig(epochs=3, purify=purify, **DIGITS))
+    with averaged(model, state):
+        assert accuracy(model, 1 - digits[1500:].float(), digits[1500:].labels) > 0.85
+    assert len(set(seen)) == len(seen) == 45
+
+
+@pytest.mark.parametrize(
+    "adversary",
+    [
+        Adversary(threat=Linf(0.1), attack=PGD(iterations=1, step_size=0.125)),
+        Adversary(threat=Linf(0.1), attack=PGD(iterations=2), trades=4.0),
+        Adversary(threat=L2(0.5), attack=PGD(iterations=2)),
+    ],
+    ids=["fast", "trades", "l2"],
+)
+def test_adversarial_training_makes_robust(digits, adversary):
+    """Attacked by more steps than it was trained with, it beats plain training by a tenth of the images."""
+    x, y = digits[1600:].float(), digits[1600:].labels
+    robust = []
+    for against in (None, adversary):
+        torch.manual_seed(0)
+        model = DigitNet()
+        state = train_classifier(model, digits[:1500], ClassifierConfig(epochs=6, adversary=against, **DIGITS))
+        with averaged(model, state):
+            z = PGD(iterations=10)(model, x, y, adversary.threat, seeds=range(len(x)))
+            robust.append(accuracy(model, adversary.threat.apply(x, z), y))
+    assert robust[1] > robust[0] + 0.1
