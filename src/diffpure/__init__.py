@@ -1,3 +1,72 @@
-"""Defend an image classifier with a diffusion model, and find out honestly how robust it then is."""
+"""Defend an image classifier with a diffusion model, and find out honestly how robust it then is.
+
+Names are imported when they are first used, so that `import diffpure` (and `diffpure --help`) does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from diffpure.advice import Advice as Advice
+    from diffpure.advice import suggest_t_star as suggest_t_star
+    from diffpure.audit import Audit as Audit
+    from diffpure.audit import audit_gradient as audit_gradient
+    from diffpure.errors import InputError as InputError
+    from diffpure.gradients import BPDA as BPDA
+    from diffpure.gradients import Adjoint as Adjoint
+    from diffpure.gradients import Backprop as Backprop
+    from diffpure.gradients import Exact as Exact
+    from diffpure.gradients import Surrogate as Surrogate
+    from diffpure.purify import Defense as Defense
+    from diffpure.purify import Purifier as Purifier
+    from diffpure.samplers import DDIM as DDIM
+    from diffpure.samplers import Ancestral as Ancestral
+    from diffpure.samplers import FewStep as FewStep
+    from diffpure.samplers import Langevin as Langevin
+    from diffpure.samplers import OneShot as OneShot
+    from diffpure.samplers import ProbabilityFlow as ProbabilityFlow
+    from diffpure.samplers import ReverseSDE as ReverseSDE
+    from diffpure.scores import EpsilonScore as EpsilonScore
+    from diffpure.scores import GaussianScore as GaussianScore
+    from diffpure.scores import ScoreModel as ScoreModel
+    from diffpure.sde import VPSDE as VPSDE
+    from diffpure.sde import DiscreteVP as DiscreteVP
+    from diffpure.sde import Noise as Noise
+
+_HOMES = {
+    "diffpure.advice": ("Advice", "suggest_t_star"),
+    "diffpure.audit": ("Audit", "audit_gradient"),
+    "diffpure.errors": ("InputError",),
+    "diffpure.gradients": ("Adjoint", "BPDA", "Backprop", "Exact", "Surrogate"),
+    "diffpure.purify": ("Defense", "Purifier"),
+    "diffpure.samplers": (
+        "Ancestral",
+        "DDIM",
+        "FewStep",
+        "Langevin",
+        "OneShot",
+        "ProbabilityFlow",
+        "ReverseSDE",
+    ),
+    "diffpure.scores": ("EpsilonScore", "GaussianScore", "ScoreModel"),
+    "diffpure.sde": ("DiscreteVP", "Noise", "VPSDE"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *sorted(_HOME)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'diffpure' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

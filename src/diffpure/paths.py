@@ -131,13 +131,12 @@ class ChainPath(Path):
         x_m = √ᾱ_m x̂₀ + √(1 - ᾱ_m - σ²) ε̂ + σ z,    σ = η √((1-ᾱ_m)/(1-ᾱ_n)) √(1 - ᾱ_n/ᾱ_m).
 
     η = 1 is DDPM's ancestral step with the posterior variance ("fixedsmall"), η = 0 is deterministic.
-    An image whose own t* lies below a step's index waits there unchanged.
+    An image whose own t* has fewer steps than the path waits, unchanged, where two of its indices are equal.
     """
 
     score: ScoreModel
     chain: DiscreteVP
-    indices: Tensor  # (N+1,), falling to -1, which is the image itself
-    first: Tensor  # the index at which an image starts, () or (B,)
+    indices: Tensor  # (N+1,) or (N+1, B), falling to -1, which is the image itself
     noise: NoiseSource
     eta: float
     clip: bool
@@ -147,10 +146,10 @@ class ChainPath(Path):
         return len(self.indices) - 1
 
     def time(self, i: int) -> Tensor:
-        return torch.minimum(self.indices[i], self.first).to(torch.float64).add(1) / len(self.chain)
+        return (self.indices[i].to(torch.float64) + 1) / len(self.chain)
 
     def step(self, x: Tensor, i: int) -> Tensor:
-        n, m = torch.minimum(self.indices[i], self.first), torch.minimum(self.indices[i + 1], self.first)
+        n, m = self.indices[i], self.indices[i + 1]
         eps = discrete_epsilon(self.score, x, per_image(n, x))
         noise_n, noise_m = self.chain.one_minus_alpha_bar(n), self.chain.one_minus_alpha_bar(m)
         signal_n, signal_m = self.chain.alpha_bar(n), self.chain.alpha_bar(m)
@@ -162,7 +161,7 @@ class ChainPath(Path):
         out = over(signal_m.sqrt(), x) * x0 + over((noise_m - variance).clamp(min=0).sqrt(), x) * eps
         if self.eta > 0:
             out = out + over(variance.sqrt(), x) * self.noise(i + 1, x)
-        return out if self.first.ndim == 0 else torch.where(over((n == m).to(torch.float64), x) > 0, x, out)
+        return out if n.ndim == 0 else torch.where(over((n == m).to(torch.float64), x) > 0, x, out)
 
     def coarser(self, steps: int) -> ChainPath:
         return replace(self, indices=thin(self.indices, steps))

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from diffpure.errors import InputError, unknown
-from diffpure.paths import ChainPath, Drift, EulerPath, ExponentialPath, thin
+from diffpure.paths import ChainPath, Drift, EulerPath, ExponentialPath
 from diffpure.scores.base import ScoreModel
 from diffpure.sde import STEPS, VPSDE, DiscreteVP, Noise, NoiseSource, Path, Schedule, over
 
@@ -297,11 +297,18 @@ class _Discrete(ABC):
         first = _last_step(_start_time(self.t_star, self.jitter, noise))
         start = over(chain.alpha_bar(first).sqrt(), x) * x
         start = start + over(chain.one_minus_alpha_bar(first).sqrt(), x) * noise(START, x)
-        top = int(first.max())
-        indices = thin(torch.arange(top, -2, -1), self.steps or top + 1)
         return start, ChainPath(
-            score=score, chain=chain, indices=indices, first=first, noise=noise, eta=self._eta, clip=self.clip
+            score=score, chain=chain, indices=self._indices(first), noise=noise, eta=self._eta, clip=self.clip
         )
+
+    def _indices(self, first: Tensor) -> Tensor:
+        """Evenly from first (() or (B,)) down to -1; how many does not depend on the batch."""
+        longest = round(STEPS * (self.t_star + self.jitter))
+        steps = min(self.steps or longest, longest)
+        fraction = torch.linspace(0, 1, steps + 1, dtype=torch.float64).reshape(-1, *[1] * first.ndim)
+        indices = (first - fraction * (first + 1)).round().long().clamp(min=0)
+        indices[-1] = -1
+        return indices
 
     @property
     @abstractmethod

@@ -1,0 +1,24 @@
+"""Threads for tests, and where the golden files are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)  # pytest-xdist runs one worker a core; more threads than cores spin
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """The folder of golden numbers: $DIFFPURE_GOLDEN, ../shared/golden, or the reduced set in tests/golden."""
+    here = Path(__file__).parent
+    candidates = [here.parent.parent / "shared" / "golden", here / "golden"]
+    if os.environ.get("DIFFPURE_GOLDEN"):
+        candidates.insert(0, Path(os.environ["DIFFPURE_GOLDEN"]))
+    for folder in candidates:
+        if folder.is_dir():
+            return folder
+    pytest.skip("no golden files: set DIFFPURE_GOLDEN or provide tests/golden")
