@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from diffpure.errors import InputError
 
 State = dict[str, Tensor]
+Module = TypeVar("Module", bound=nn.Module)
 Layout = Callable[[Mapping[str, Any], nn.Module], Mapping[str, Any]]
 
 # Some checkpoints carry an accuracy as a NumPy number beside the tensors: harmless, and so allowed.
@@ -53,7 +55,7 @@ def read(path: Path) -> dict[str, Any]:
         raise InputError(f"There is no checkpoint file {path}.")
     with path.open("rb") as file:
         magic = file.read(9)
-    content = _safetensors(path) if magic[8:] == b"{" else _pickle(path, zipped=magic.startswith(b"PK"))
+    content = _safetensors(path) if magic[8:] == b"{" else _pickle(path, magic)
     if not isinstance(content, dict):
         raise InputError(f"{path.name} holds a {type(content).__name__}, but a checkpoint is a dict of tensors.")
     return content
@@ -66,18 +68,18 @@ def _safetensors(path: Path) -> State:
         raise _damaged(path) from error
 
 
-def _pickle(path: Path, zipped: bool) -> Any:
-    if zipped and not zipfile.is_zipfile(path):
+def _pickle(path: Path, magic: bytes) -> Any:
+    if magic.startswith(b"PK") and not zipfile.is_zipfile(path):
         raise _damaged(path)
     try:
-        with torch.serialization.safe_globals(_NUMBERS):
+        with torch.serialization.safe_globals(_NUMBERS), warnings.catch_warnings(action="ignore"):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        wants = re.search(r"(?:Unsupported global: GLOBAL|class) ([\w.]+)", str(error))
-        if wants is None:
+        wants = re.search(r"(?<=GLOBAL )[\w.]+|(?<=Unsupported )operand \d+", str(error))
+        if wants is None or not magic.startswith((b"PK", b"\x80")):
             raise _damaged(path) from error
         raise InputError(
-            f"{path.name} is refused because it holds more than tensors ({wants[1]}), which could run code; "
+            f"{path.name} is refused because it holds more than tensors ({wants[0]}), which could run code; "
             "convert it to safetensors where you trust it."
         ) from error
     except Exception as error:  # a damaged pickle can fail in any way whatever
@@ -107,6 +109,11 @@ def load_state(network: nn.Module, state: Mapping[str, Any], origin: str) -> Non
         if shape != tuple(tensor.shape):
             raise InputError(f"{origin} has {key!r} of shape {shape}, but {tuple(tensor.shape)} is expected.")
     network.load_state_dict(state, strict=True)
+
+
+def frozen(network: Module) -> Module:
+    """The network as it is deployed: evaluation mode, weights that want no gradient, channels-last for speed."""
+    return network.eval().requires_grad_(False).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
 def _some(keys: list[str]) -> str:

@@ -111,16 +111,17 @@ class AttributeNet(nn.Module):
         self, *, size: int = 256, channels: int = 3, base: int = 8192, decay: float = 1.0, widest: int = 512
     ) -> None:
         super().__init__()
-        if size < 8 or size & (size - 1):
-            raise InputError(f"The size of an attribute network is a power of two from 8 on, got {size}.")
+        if size < 4 or size & (size - 1):
+            raise InputError(f"The size of an attribute network is a power of two from 4 on, got {size}.")
         self.size = size
         self.register_buffer("lod_in", torch.zeros((), dtype=torch.float64))  # stored with the weights, never read
 
         def width(stage: int) -> int:
             return min(int(base / 2 ** (stage * decay)), widest)
 
-        levels = range(size.bit_length() - 1, 2, -1)  # log₂ of the resolution, from the input's down to 8
-        self.fromrgb_lod0 = FromRGB(channels, width(levels[0] - 1))
+        finest = size.bit_length() - 1
+        levels = range(finest, 2, -1)  # log₂ of the resolution, from the input's down to 8
+        self.fromrgb_lod0 = FromRGB(channels, width(finest - 1))
         self.names = [f"{2**r}x{2**r}" for r in levels]
         for name, r in zip(self.names, levels, strict=True):
             self.add_module(name, Halving(width(r - 1), width(r - 2)))
@@ -134,7 +135,7 @@ class AttributeNet(nn.Module):
             size=config["resolution"],
             channels=config.get("num_channels", 3),
             base=config["fmap_base"],
-            decay=config["fmap_decay"],
+            decay=config.get("fmap_decay", 1.0),
             widest=config["fmap_max"],
         )
 

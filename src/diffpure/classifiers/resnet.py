@@ -108,7 +108,7 @@ class ImageNetResNet(nn.Module):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """The network of torchvision's arguments."""
-        widening = config["width_per_group"] / 64
+        widening = config.get("width_per_group", 64) / 64
         normalize = normalization(config, IMAGENET)
         return cls(config["layers"], planes_of(config), config["num_classes"], widening=widening, normalize=normalize)
 

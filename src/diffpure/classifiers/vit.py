@@ -109,7 +109,7 @@ class VisionTransformer(nn.Module):
             width=config["embed_dim"],
             depth=config["depth"],
             heads=config["num_heads"],
-            ratio=config["mlp_ratio"],
+            ratio=config.get("mlp_ratio", 4),
             classes=config["num_classes"],
             normalize=normalization(config, IMAGENET),
         )

@@ -171,7 +171,7 @@ class DMWideResNet(nn.Module):
             config["depth"],
             config["width"],
             config["num_classes"],
-            activation=config["activation"],
+            activation=config.get("activation", "swish"),
             normalize=normalization(config, CIFAR10),
         )
 

@@ -1,5 +1,7 @@
 """Score models: one contract, one network a file."""
 
 from diffpure.scores.base import EpsilonScore, GaussianScore, ScoreModel, discrete_epsilon
+from diffpure.scores.denoiser import DenoiserScore
+from diffpure.scores.load import load_score
 
-__all__ = ["EpsilonScore", "GaussianScore", "ScoreModel", "discrete_epsilon"]
+__all__ = ["DenoiserScore", "EpsilonScore", "GaussianScore", "ScoreModel", "discrete_epsilon", "load_score"]

@@ -225,8 +225,8 @@ class DDPMUNet(nn.Module):
             multipliers=model["ch_mult"],
             blocks=model["num_res_blocks"],
             attention=model["attn_resolutions"],
-            dropout=model["dropout"],
-            convolve=model["resamp_with_conv"],
+            dropout=model.get("dropout", 0.0),
+            convolve=model.get("resamp_with_conv", True),
         )
 
     def forward(self, x: Tensor, steps: Tensor) -> Tensor:

@@ -157,7 +157,7 @@ class DDPMpp(nn.Module):
             multipliers=model["ch_mult"],
             blocks=model["num_res_blocks"],
             attention=model["attn_resolutions"],
-            dropout=model["dropout"],
+            dropout=model.get("dropout", 0.0),
             sigmas=(model["sigma_min"], model["sigma_max"], model["num_scales"]),
         )
 

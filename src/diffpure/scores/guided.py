@@ -138,6 +138,8 @@ class GuidedUNet(nn.Module):
         )  # fmt: skip
         size, per_head, heads = config["image_size"], config["num_head_channels"], config["num_heads"]
         given = config["channel_mult"]
+        if not given and size not in MULTIPLIERS:
+            raise InputError(f"Guided diffusion at {size} pixels needs its channel_mult, such as '1,2,2'.")
         channels = config.get("in_channels", 3)
         return cls(
             channels=channels,
@@ -145,9 +147,9 @@ class GuidedUNet(nn.Module):
             width=config["num_channels"],
             multipliers=[float(m) for m in given.split(",")] if given else MULTIPLIERS[size],
             blocks=config["num_res_blocks"],
-            attention=[size // int(r) for r in config["attention_resolutions"].split(",")],
+            attention=[size // int(r) for r in config["attention_resolutions"].split(",") if r],
             heads=(lambda _: heads) if per_head == -1 else (lambda channels: channels // per_head),
-            dropout=config["dropout"],
+            dropout=config.get("dropout", 0.0),
         )
 
     def half_convolutions(self) -> Self:
@@ -179,7 +181,6 @@ class GuidedScore(EpsilonScore):
     def __init__(self, network: GuidedUNet, size: int | None = 256, channels: int = 3) -> None:
         super().__init__(VPSDE(), size, channels)
         self.network = network
-        self.chain = VPSDE().discrete()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -208,11 +209,11 @@ class GuidedScore(EpsilonScore):
         if out.shape[1] == x.shape[1]:
             raise InputError("This network learned no variance; use a fixed one.")
         eps, v = out.chunk(2, dim=1)
+        chain = VPSDE().discrete()
         j = i.clamp(min=1)  # β̃_0 is zero, so its logarithm is taken from step 1
-        ratio = self.chain.one_minus_alpha_bar(j - 1) / self.chain.one_minus_alpha_bar(j)
-        posterior = self.chain.beta_of_step(j) * ratio
+        posterior = chain.beta_of_step(j) * chain.one_minus_alpha_bar(j - 1) / chain.one_minus_alpha_bar(j)
         f = (v + 1) / 2
-        return eps, f * over(self.chain.beta_of_step(i).log(), x) + (1 - f) * over(posterior.log(), x)
+        return eps, f * over(chain.beta_of_step(i).log(), x) + (1 - f) * over(posterior.log(), x)
 
     def _outputs(self, x: Tensor, i: Tensor) -> Tensor:
         out: Tensor = self.network(x, i.to(x.device).expand(len(x)))

@@ -1,0 +1,120 @@
+"""Classifiers from elsewhere: RobustBench, torchvision and timm by name, any callable, TorchScript and ONNX files.
+
+Each becomes one module: images in [0, 1] to logits, with the normalisation its own package asks for inside. The
+packages are imported only when they are asked for. What gives no gradient (an ONNX file, a callable outside autograd)
+says so when one is asked of it, so that only black-box attacks are run on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from diffpure.classifiers.normalize import Normalize
+from diffpure.errors import InputError
+
+
+@final
+class Classifier(nn.Module):
+    """Any callable from images (B, C, H, W) in [0, 1] to logits (B, K) as a module whose output is checked."""
+
+    def __init__(self, logits: Callable[[Tensor], Any], name: str, normalize: Normalize | None = None) -> None:
+        super().__init__()
+        self.logits = logits  # an nn.Module becomes a submodule
+        self.name = name
+        self.normalize = normalize or nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.logits(self.normalize(x))
+        if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(x):
+            got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise InputError(f"{self.name} returned {got} for {len(x)} images, but logits (B, K) are expected.")
+        if x.requires_grad and torch.is_grad_enabled() and not logits.requires_grad:
+            refused: Tensor = _NoGradient.apply(x, logits, self.name)  # type: ignore[no-untyped-call]
+            return refused
+        return logits
+
+
+class _NoGradient(torch.autograd.Function):
+    """Logits that came without a graph: their gradient is refused, where autograd alone would be silent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, logits: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return logits.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise InputError(f"{ctx.name} gives no gradients; only black-box attacks can be run on it.")
+
+
+def from_callable(logits: Callable[[Tensor], Any], name: str = "The classifier") -> Classifier:
+    """Any callable as a classifier."""
+    return Classifier(logits, name)
+
+
+def from_robustbench(name: str, dataset: str = "cifar10", threat: str = "Linf") -> Classifier:
+    """A model of RobustBench's zoo, for example Standard."""
+    load_model = _package("robustbench.utils", "robustbench").load_model
+    return Classifier(load_model(model_name=name, dataset=dataset, threat_model=threat), name)
+
+
+def from_torchvision(name: str) -> Classifier:
+    """A torchvision classifier with its default weights and their normalisation, for example resnet50."""
+    models = _package("torchvision.models", "torchvision")
+    weights = models.get_model_weights(name).DEFAULT
+    transform = weights.transforms()
+    return Classifier(models.get_model(name, weights=weights), name, Normalize((transform.mean, transform.std)))
+
+
+def from_timm(name: str) -> Classifier:
+    """A pretrained timm classifier with its normalisation, for example deit_small_patch16_224."""
+    model = _package("timm", "timm").create_model(name, pretrained=True)
+    statistics = (model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
+    return Classifier(model, name, Normalize(statistics))
+
+
+def from_torchscript(path: Path) -> Classifier:
+    """A TorchScript file; it carries its own code, which runs in torch's interpreter, and gives gradients."""
+    load: Callable[..., nn.Module] = torch.jit.load
+    try:
+        module = load(path, map_location="cpu")
+    except (RuntimeError, ValueError) as error:
+        raise InputError(f"{path.name} is not a readable TorchScript file.") from error
+    return Classifier(module, path.name)
+
+
+def from_onnx(path: Path) -> Classifier:
+    """An ONNX file with one input and logits as its first output, run on the CPU, without gradients."""
+    runtime = _package("onnxruntime", "onnxruntime")
+    try:
+        session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    except Exception as error:  # the runtime raises a family of its own
+        raise InputError(f"{path.name} is not a readable ONNX file.") from error
+    entry = session.get_inputs()[0].name
+
+    def logits(x: Tensor) -> Tensor:
+        (out, *_) = session.run(None, {entry: x.detach().float().cpu().numpy()})
+        return torch.from_numpy(out).to(device=x.device, dtype=x.dtype)
+
+    return Classifier(logits, path.name)
+
+
+def _package(module: str, package: str) -> Any:
+    try:
+        return import_module(module)
+    except Exception as error:  # a torchvision built for another torch raises a RuntimeError
+        raise InputError(f"This needs a working {package}, which could not be imported ({error}).") from error
+
+
+# Models by name in packages of others: load_classifier("timm:deit_small_patch16_224").
+ZOOS: dict[str, Callable[[str], Classifier]] = {
+    "robustbench": from_robustbench,
+    "torchvision": from_torchvision,
+    "timm": from_timm,
+}
