@@ -41,12 +41,14 @@ class ResidualBlock(nn.Module):
         self.skip_connection = nn.Identity() if inputs == outputs else nn.Conv2d(inputs, outputs, 1)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        h = self.in_layers[:-1](x)
+        norm, activation, convolution = self.in_layers
+        h = activation(norm(x))
         if self.resample is not None:
             h, x = self.resample(h), self.resample(x)
-        h = self.in_layers[-1](h)
+        h = convolution(h)
         scale, shift = self.emb_layers(time).to(h.dtype)[:, :, None, None].chunk(2, dim=1)
-        h = self.out_layers[1:](self.out_layers[0](h) * (1 + scale) + shift)
+        norm, activation, dropout, convolution = self.out_layers
+        h = convolution(dropout(activation(norm(h) * (1 + scale) + shift)))
         out: Tensor = self.skip_connection(x) + h
         return out
 
