@@ -81,3 +81,14 @@ def test_imports_point_up(path):
 def test_importing_the_package_does_not_import_torch():
     code = "import sys, diffpure; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+def test_type_checkers_see_the_names_that_are_imported_lazily():
+    import diffpure
+
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    typed = {alias.name: node.module for node in block.body for alias in node.names}
+    assert typed == diffpure._HOME
+    for name in typed:
+        assert getattr(diffpure, name) is not None

@@ -13,8 +13,22 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from diffpure.advice import Advice as Advice
     from diffpure.advice import suggest_t_star as suggest_t_star
+    from diffpure.attacks import APGD as APGD
+    from diffpure.attacks import AUTOATTACK_RAND as AUTOATTACK_RAND
+    from diffpure.attacks import AUTOATTACK_STANDARD as AUTOATTACK_STANDARD
+    from diffpure.attacks import BPDA_EOT as BPDA_EOT
+    from diffpure.attacks import DIFFUSION_ONLY as DIFFUSION_ONLY
+    from diffpure.attacks import EOT as EOT
+    from diffpure.attacks import FAB as FAB
+    from diffpure.attacks import PGD as PGD
+    from diffpure.attacks import PGD_LEE_KIM as PGD_LEE_KIM
+    from diffpure.attacks import TRANSFER as TRANSFER
+    from diffpure.attacks import Square as Square
+    from diffpure.attacks import StAdv as StAdv
+    from diffpure.attacks import Transfer as Transfer
     from diffpure.audit import Audit as Audit
     from diffpure.audit import audit_gradient as audit_gradient
+    from diffpure.classifiers.load import load_classifier as load_classifier
     from diffpure.errors import InputError as InputError
     from diffpure.gradients import BPDA as BPDA
     from diffpure.gradients import Adjoint as Adjoint
@@ -30,19 +44,54 @@ if TYPE_CHECKING:
     from diffpure.samplers import OneShot as OneShot
     from diffpure.samplers import ProbabilityFlow as ProbabilityFlow
     from diffpure.samplers import ReverseSDE as ReverseSDE
-    from diffpure.scores import EpsilonScore as EpsilonScore
-    from diffpure.scores import GaussianScore as GaussianScore
-    from diffpure.scores import ScoreModel as ScoreModel
+    from diffpure.scores.base import EpsilonScore as EpsilonScore
+    from diffpure.scores.base import GaussianScore as GaussianScore
+    from diffpure.scores.base import ScoreModel as ScoreModel
+    from diffpure.scores.load import load_score as load_score
     from diffpure.sde import VPSDE as VPSDE
     from diffpure.sde import DiscreteVP as DiscreteVP
     from diffpure.sde import Noise as Noise
+    from diffpure.threats import L2 as L2
+    from diffpure.threats import Flow as Flow
+    from diffpure.threats import Linf as Linf
 
 _HOMES = {
-    "diffpure.advice": ("Advice", "suggest_t_star"),
-    "diffpure.audit": ("Audit", "audit_gradient"),
+    "diffpure.advice": (
+        "Advice",
+        "suggest_t_star",
+    ),
+    "diffpure.attacks": (
+        "APGD",
+        "AUTOATTACK_RAND",
+        "AUTOATTACK_STANDARD",
+        "BPDA_EOT",
+        "DIFFUSION_ONLY",
+        "EOT",
+        "FAB",
+        "PGD",
+        "PGD_LEE_KIM",
+        "Square",
+        "StAdv",
+        "TRANSFER",
+        "Transfer",
+    ),
+    "diffpure.audit": (
+        "Audit",
+        "audit_gradient",
+    ),
+    "diffpure.classifiers.load": ("load_classifier",),
     "diffpure.errors": ("InputError",),
-    "diffpure.gradients": ("Adjoint", "BPDA", "Backprop", "Exact", "Surrogate"),
-    "diffpure.purify": ("Defense", "Purifier"),
+    "diffpure.gradients": (
+        "Adjoint",
+        "BPDA",
+        "Backprop",
+        "Exact",
+        "Surrogate",
+    ),
+    "diffpure.purify": (
+        "Defense",
+        "Purifier",
+    ),
     "diffpure.samplers": (
         "Ancestral",
         "DDIM",
@@ -52,8 +101,22 @@ _HOMES = {
         "ProbabilityFlow",
         "ReverseSDE",
     ),
-    "diffpure.scores": ("EpsilonScore", "GaussianScore", "ScoreModel"),
-    "diffpure.sde": ("DiscreteVP", "Noise", "VPSDE"),
+    "diffpure.scores.base": (
+        "EpsilonScore",
+        "GaussianScore",
+        "ScoreModel",
+    ),
+    "diffpure.scores.load": ("load_score",),
+    "diffpure.sde": (
+        "DiscreteVP",
+        "Noise",
+        "VPSDE",
+    ),
+    "diffpure.threats": (
+        "Flow",
+        "L2",
+        "Linf",
+    ),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
