@@ -227,7 +227,7 @@ def test_every_card_is_complete_and_builds_its_full_size_network(name: str) -> N
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("DIFFPURE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("DIFFPURE_CACHE", str(tmp_path / "home"))
     return tmp_path / "home"
 
 

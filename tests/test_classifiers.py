@@ -174,7 +174,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None
 
 def test_a_missing_package_and_an_unknown_name_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
-    monkeypatch.setenv("DIFFPURE_HOME", str(tmp_path))
+    monkeypatch.setenv("DIFFPURE_CACHE", str(tmp_path))
     with pytest.raises(InputError, match="This needs a working timm"):
         load_classifier("timm:resnet18")
     with pytest.raises(InputError, match="Unknown classifier 'imagenet-resnet'; did you mean 'imagenet-resnet-50'"):

@@ -248,7 +248,7 @@ def test_a_denoiser_module_moves_and_freezes_with_its_score() -> None:
 
 
 def test_a_score_sde_file_loads_by_its_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("DIFFPURE_HOME", str(tmp_path))
+    monkeypatch.setenv("DIFFPURE_CACHE", str(tmp_path))
     config = json.loads((GOLDEN / "ncsnpp_checkpoint.small.json").read_text())["config"]
     small = replace(card("cifar10-ddpmpp"), config=config)
     monkeypatch.setattr("diffpure.cards.cards", lambda kind=None: {small.name: small})
@@ -262,7 +262,7 @@ def test_a_score_sde_file_loads_by_its_card(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_unknown_and_absent_score_models_say_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("DIFFPURE_HOME", str(tmp_path))
+    monkeypatch.setenv("DIFFPURE_CACHE", str(tmp_path))
     with pytest.raises(InputError, match=r"run `diffpure models fetch imagenet-guided`\.$"):
         load_score("imagenet-guided")
     with pytest.raises(InputError, match="did you mean 'cifar10-ddpmpp'"):

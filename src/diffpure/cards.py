@@ -2,7 +2,7 @@
 
 `scores/cards.toml` and `classifiers/cards.toml` hold a table a checkpoint: original file name and source, sha256 (or
 its first digits, or "unknown"), licence, the paper's tables that use it, the default t*, and the network's full-size
-configuration. Files live in $DIFFPURE_HOME/models, else ~/.cache/diffpure/models. A file of unknown hash is recorded
+configuration. Files live in the user's cache, in models/NAME/. A file of unknown hash is recorded
 when it is first loaded, and a later change of it is warned about.
 """
 
@@ -61,8 +61,10 @@ class Card:
 
 
 def home() -> Path:
-    """The folder for downloaded models and what is remembered about them."""
-    return Path(os.environ.get("DIFFPURE_HOME") or Path.home() / ".cache" / "diffpure")
+    """The user's cache: $DIFFPURE_CACHE, or diffpure under $XDG_CACHE_HOME or ~/.cache."""
+    if own := os.environ.get("DIFFPURE_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diffpure"
 
 
 def cards(kind: Kind | None = None) -> dict[str, Card]:
