@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -150,6 +154,32 @@ def test_the_weights_get_no_gradient():
     Exact()(path, start).sum().backward()
     assert x.grad is not None
     assert all(w.grad is None for w in score.parameters())
+
+
+AUTOCAST = """
+import torch
+from diffpure import FewStep, Purifier
+from problems import images, tiny_unet
+
+x, found = images(2), {}
+for mode in ("backprop", "exact"):
+    leaf = x.clone().requires_grad_()
+    out = Purifier(tiny_unet(), FewStep(t_star=0.1, steps=3), mode, autocast=torch.DTYPE)(leaf, seeds=[1, 2])
+    found[mode] = (out.detach(), torch.autograd.grad(out.sum(), leaf)[0])
+full = Purifier(tiny_unet(), FewStep(t_star=0.1, steps=3))(x, seeds=[1, 2])
+assert torch.equal(found["exact"][0], found["backprop"][0])
+assert torch.allclose(found["exact"][1], found["backprop"][1], rtol=1e-4, atol=1e-5)
+assert 0 < (full - found["exact"][0]).abs().max() < 0.1  # half precision was used, and is close
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_backward_pass_recomputes_in_the_precision_of_the_forward_pass(dtype):
+    code = AUTOCAST.replace("DTYPE", dtype)
+    run = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
+    if run.returncode == -signal.SIGILL:
+        pytest.skip(f"this machine reports {dtype} instructions that it does not have")
+    assert run.returncode == 0, run.stderr
 
 
 # ---------------------------------------------------------------------------------------------------- Gaussian world

@@ -22,7 +22,9 @@ Drift = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x, t (B,), context
 
 
 def per_image(t: Tensor, x: Tensor) -> Tensor:
-    """A time, one for all or one an image, as (B,) on the device of x."""
+    """A time or index, one for all or one an image, as (B,) on the device of x (in float32 where that has no more)."""
+    if x.device.type == "mps" and t.is_floating_point():
+        t = t.to(torch.float32)
     return t.to(x.device).expand(x.shape[0])
 
 

@@ -91,11 +91,12 @@ class Purifier(nn.Module):
         """
         check_images(images, getattr(self.score, "channels", None))
         noise = Noise.of(seeds, len(images))
-        x, path = self.sampler(self.score, self._enter(images), noise.child(0))
-        states, grid = [x], [float(path.time(0).mean())]
-        for i in range(len(path)):
-            states.append(path.step(states[-1], i))
-            grid.append(float(path.time(i + 1).mean()))
+        with self._precision(images):
+            x, path = self.sampler(self.score, self._enter(images), noise.child(0))
+            states = [x]
+            for i in range(len(path)):
+                states.append(path.step(states[-1], i))
+        grid = [float(path.time(i).mean()) for i in range(len(states))]
         nearest = [min(range(len(grid)), key=lambda i: abs(grid[i] - t)) for t in times]
         return torch.stack([self._leave(states[i], images) for i in nearest])
 

@@ -35,8 +35,9 @@ STEPS: Final = 1000  # N of every discrete diffusion in the paper
 
 
 def as_time(t: Time) -> Tensor:
-    """t as a float64 tensor, so that no coefficient is computed in less."""
-    return t.to(torch.float64) if isinstance(t, Tensor) else torch.tensor(t, dtype=torch.float64)
+    """t as a float64 tensor, so that no coefficient is computed in less; on the CPU where a device has no float64."""
+    t = t if isinstance(t, Tensor) else torch.tensor(t, dtype=torch.float64)
+    return t.to("cpu" if t.device.type == "mps" else t.device, torch.float64)
 
 
 def over(coefficient: Tensor, x: Tensor) -> Tensor:
@@ -160,23 +161,25 @@ class DiscreteVP(Schedule):
         """β_i of the chain."""
         return torch.tensor(self.betas, dtype=torch.float64)[torch.as_tensor(i)]
 
-    def _segment(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        scaled = t * len(self)
+    def _segment(self, t: Time) -> tuple[Tensor, Tensor, Tensor]:
+        """Where t lies: the fraction of its interval that has passed, B at its start, and the rise of B over it."""
+        scaled = as_time(t) * len(self)
         i = scaled.floor().clamp(0, len(self) - 1).long()
-        return i, scaled - i
+        nodes = self._nodes.to(i.device)
+        return scaled - i, nodes[i], nodes[i + 1] - nodes[i]
 
     def beta(self, t: Time) -> Tensor:
-        i, _ = self._segment(as_time(t))
-        return (self._nodes[i + 1] - self._nodes[i]) * len(self)
+        _, _, rise = self._segment(t)
+        return rise * len(self)
 
     def integral(self, t: Time) -> Tensor:
-        i, fraction = self._segment(as_time(t))
-        return self._nodes[i] + fraction * (self._nodes[i + 1] - self._nodes[i])
+        fraction, start, rise = self._segment(t)
+        return start + fraction * rise
 
     def time_of_integral(self, B: Tensor) -> Tensor:
-        B = B.to(torch.float64)
-        i = (torch.searchsorted(self._nodes, B, right=True) - 1).clamp(0, len(self) - 1)
-        return (i + (B - self._nodes[i]) / (self._nodes[i + 1] - self._nodes[i])) / len(self)
+        B, nodes = B.to(torch.float64), self._nodes.to(B.device)
+        i = (torch.searchsorted(nodes, B, right=True) - 1).clamp(0, len(self) - 1)
+        return (i + (B - nodes[i]) / (nodes[i + 1] - nodes[i])) / len(self)
 
 
 @functools.cache
