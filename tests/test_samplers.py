@@ -220,9 +220,7 @@ def test_ancestral_is_ddpm_step_by_step():
 def test_ddim_at_one_is_ancestral():
     score, x = tiny_unet(dtype=torch.float64), torch.randn(2, 3, 8, 8, dtype=torch.float64)
     noise = Noise.of([1, 2], 2)
-    assert torch.equal(
-        purify(DDIM(steps=7, eta=1.0), score, x, noise), purify(Ancestral(steps=7), score, x, noise)
-    )
+    assert torch.equal(purify(DDIM(steps=7, eta=1.0), score, x, noise), purify(Ancestral(steps=7), score, x, noise))
 
 
 def test_one_shot_is_the_posterior_mean():

@@ -97,7 +97,13 @@ def test_advice_reports_bound_distance_and_accuracy():
     x, classifier = images(6, 8), tiny_classifier()
     labels = classifier(x).argmax(1)
     advice = suggest_t_star(
-        tiny_unet(), x, classifier, labels, candidates=(0.01, 0.2), sampler=lambda t: FewStep(t, steps=3), seeds=range(6)
+        tiny_unet(),
+        x,
+        classifier,
+        labels,
+        candidates=(0.01, 0.2),
+        sampler=lambda t: FewStep(t, steps=3),
+        seeds=range(6),
     )
     near, far = advice.rows
     assert near.distance < far.distance
