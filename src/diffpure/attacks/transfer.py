@@ -1,0 +1,56 @@
+"""Attacks on a part of a defence: crafted there, judged on the whole.
+
+TRANSFER crafts AutoAttack on the bare classifier (the paper's "standard attack", appendix C.1); DIFFUSION_ONLY raises
+the error with which the purifier gives its input back (appendix C.9, the paper's APGD with 20 draws).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final, final
+
+from diffpure.attacks.apgd import APGD
+from diffpure.attacks.autoattack import AUTOATTACK_STANDARD, Suite
+from diffpure.attacks.base import Attack, Cost, DrawnAttack, Problem, State, around, inside, record
+from diffpure.attacks.eot import EOT
+from diffpure.attacks.losses import MARGIN
+from diffpure.errors import InputError
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Transfer(DrawnAttack):
+    """An attack on the attribute `part` of the model; the last step judges its result on the model with `eot`."""
+
+    attack: Attack
+    part: str = "classifier"
+
+    @property
+    def name(self) -> str:
+        return f"{self.part}:{self.attack.name}"
+
+    def steps(self, classes: int) -> int:
+        return self.attack.steps(classes) + 1
+
+    def price(self) -> Cost:
+        return self.attack.price()
+
+    def start(self, problem: Problem, state: State) -> State:
+        return around(state, self.attack.begin_run(self._of_part(problem)).state)
+
+    def step(self, problem: Problem, state: State, i: int) -> State:
+        inner = inside(state)
+        if i < self.attack.steps(state["clean"].shape[1]):
+            return around(state, self.attack.advance(self._of_part(problem), inner, i))
+        seen = problem.look(inner["best"], MARGIN, self.eot, i)
+        return record(problem, state, inner["best"], seen, self.eot)
+
+    def _of_part(self, problem: Problem) -> Problem:
+        part = getattr(problem.model, self.part, None)
+        if not callable(part):
+            raise InputError(f"The model has no part {self.part!r} to attack; a Defense has classifier and purifier.")
+        return replace(problem, model=part)
+
+
+TRANSFER: Final = Transfer(attack=Suite(attacks=AUTOATTACK_STANDARD, skip_broken=True), eot=EOT(20))
+DIFFUSION_ONLY: Final = Transfer(attack=APGD(loss="reconstruction", eot=EOT(20)), part="purifier", eot=EOT(20))

@@ -1,0 +1,136 @@
+"""Parity with the public AutoAttack package on a real classifier: a small network trained here on real digits."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from diffpure.attacks import APGD, AUTOATTACK_STANDARD, FAB, Attack, Square, Suite
+from diffpure.threats import L2, Linf, Norm
+
+autoattack = pytest.importorskip("pyautoattack")
+datasets = pytest.importorskip("sklearn.datasets")
+
+WORLDS = [Linf(0.12), L2(0.6)]
+IMAGES = 200
+SEEDS = 4  # a random search differs by two or three images from seed to seed: means are compared
+
+
+@pytest.fixture(scope="module")
+def world() -> tuple[nn.Module, Tensor, Tensor]:
+    """A classifier and 200 digits that it has not seen and classifies correctly."""
+    digits = datasets.load_digits()
+    x = torch.tensor(digits.images / 16, dtype=torch.float32)[:, None]
+    y = torch.tensor(digits.target)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU()]
+        net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, 10))
+        adam = torch.optim.Adam(net.parameters(), 2e-3)
+        for _ in range(12):
+            for batch in torch.randperm(1500).split(64):
+                adam.zero_grad()
+                F.cross_entropy(net(x[batch]), y[batch]).backward()
+                adam.step()
+    net.requires_grad_(False).eval()
+    right = (net(x[1500:]).argmax(1) == y[1500:]).nonzero()[:IMAGES, 0] + 1500
+    return net, x[right], y[right]
+
+
+def survivors(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return net(x).argmax(1) == y
+
+
+def public(net: nn.Module, x: Tensor, y: Tensor, threat: Norm, names: list[str], iterations: int, queries: int, seed=0):
+    """The survivors of the public package, with the budgets of the standard version scaled down."""
+    logging.disable(logging.CRITICAL)
+    suite = autoattack.AutoAttack(
+        net, norm=type(threat).__name__, eps=threat.eps, version="custom", attacks=names, device="cpu", seed=seed
+    )
+    suite.verbose = False
+    for attack in (suite.apgd, suite.apgd_targeted, suite.fab):
+        attack.n_restarts, attack.n_iter = 1, iterations
+    for attack in (suite.apgd, suite.apgd_targeted):  # its checkpoints follow from the number of iterations
+        attack.n_iter_2, attack.n_iter_min, attack.size_decr = (
+            max(int(share * iterations), 1) for share in (0.22, 0.06, 0.03)
+        )
+    suite.square.n_queries, suite.square.rescale_schedule = queries, True
+    adversarial, _ = suite.run_standard_evaluation(x, y, batch_size=len(x))
+    logging.disable(logging.NOTSET)
+    return survivors(net, adversarial, y)
+
+
+def ours(net: nn.Module, x: Tensor, y: Tensor, threat: Norm, attack: Attack, seed: int = 0) -> Tensor:
+    z = attack(net, x, y, threat, seeds=range(seed * IMAGES, seed * IMAGES + len(x)))
+    assert threat.within(x, z).all()
+    return survivors(net, threat.apply(x, z), y)
+
+
+@pytest.mark.parametrize("threat", WORLDS, ids=str)
+@pytest.mark.parametrize("loss", ["ce", "dlr"])
+def test_apgd_from_the_same_start_leaves_the_same_survivors(world, threat, loss, monkeypatch):
+    """Given the public package's start and its inexact ℓ2 projection (scale, then clamp), the moves are the same."""
+    net, x, y = world
+
+    def start(self, x, noise, step=0):  # the public package's: torch's own generator, seeded before each attack
+        torch.random.manual_seed(0)
+        z = 2 * torch.rand(x.shape) - 1 if isinstance(self, Linf) else torch.randn(x.shape)
+        norm = z.flatten(1).abs().amax(1) if isinstance(self, Linf) else z.flatten(1).norm(dim=1)
+        return self.project(x, self.eps * z / norm.reshape(-1, 1, 1, 1))
+
+    def scale_then_clamp(self, x, z):
+        z = z * (self.eps / z.flatten(1).norm(dim=1).clamp_min(self.eps)).reshape(-1, 1, 1, 1)
+        return torch.minimum(torch.maximum(z, -x), 1 - x)
+
+    monkeypatch.setattr(type(threat), "random", start)
+    monkeypatch.setattr(L2, "project", scale_then_clamp)
+    theirs = public(net, x, y, threat, [f"apgd-{loss}"], 100, 1)
+    mine = ours(net, x, y, threat, APGD(loss=loss, iterations=100, skip_broken=True))
+    assert abs(int(theirs.sum()) - int(mine.sum())) <= 1
+    assert (theirs != mine).sum() <= 2
+
+
+@pytest.mark.parametrize("threat", WORLDS, ids=str)
+@pytest.mark.parametrize("attack", [APGD(loss="dlr-targeted", iterations=30), FAB(iterations=30)], ids=lambda a: a.name)
+def test_targeted_attacks_leave_as_many_survivors(world, threat, attack):
+    net, x, y = world
+    theirs = public(net, x, y, threat, [attack.name], 30, 1).sum()
+    attack = replace(attack, skip_broken=True)
+    assert abs(int(theirs) - int(ours(net, x, y, threat, attack).sum())) <= 1
+
+
+@pytest.mark.parametrize("threat", WORLDS, ids=str)
+def test_square_is_as_strong_as_the_public_one_on_all_pixels_and_stronger_than_it_is(world, threat, monkeypatch):
+    """The public search draws a window's corner from 0 … h - s - 1 and so never reaches the last row and column; on
+    digits of 8 x 8 that is a quarter of the image. With that repaired, both are the same random search."""
+    net, x, y = world
+    square = Square(queries=150, horizon=150, skip_broken=True)
+    mine = [int(ours(net, x, y, threat, square, seed).sum()) for seed in range(SEEDS)]
+    assert mine[0] <= int(public(net, x, y, threat, ["square"], 1, 150).sum())
+    every_corner = lambda self, low=0, high=1, shape=(1,): (low + (high - low + 1) * torch.rand(shape)).long()  # noqa: E731
+    monkeypatch.setattr("pyautoattack.square.SquareAttack.random_int", every_corner)
+    theirs = [int(public(net, x, y, threat, ["square"], 1, 150, seed).sum()) for seed in range(SEEDS)]
+    assert abs(sum(theirs) - sum(mine)) / SEEDS <= 1
+
+
+@pytest.mark.parametrize("threat", WORLDS, ids=str)
+def test_the_whole_standard_suite_is_never_weaker(world, threat):
+    net, x, y = world
+    apgd, targeted, fab, square = AUTOATTACK_STANDARD
+    assert (apgd.name, targeted.name, fab.name, square.name) == ("apgd-ce", "apgd-t", "fab-t", "square")
+    quick = Suite(
+        attacks=(
+            APGD(loss="ce", iterations=20),
+            APGD(loss="dlr-targeted", iterations=20),
+            FAB(iterations=20),
+            Square(queries=200, horizon=200),
+        ),
+        skip_broken=True,
+    )
+    theirs = public(net, x, y, threat, ["apgd-ce", "apgd-t", "fab-t", "square"], 20, 200)
+    assert ours(net, x, y, threat, quick).sum() <= theirs.sum()
