@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from diffpure.attacks.pgd import PGD
@@ -22,7 +24,8 @@ from diffpure.scores.small import SmallUNet
 from diffpure.threats import L2, Linf
 from diffpure.training.adversarial import FAST_LINF, Adversary
 from diffpure.training.classifier import Augmented, ClassifierConfig, train_classifier
-from diffpure.training.loop import Run, averaged, batch_indices, cosine, generator, train, triangular
+from diffpure.training.loop import Run, Workers, averaged, batch_indices, cosine, generator, train, triangular
+from diffpure.training.recipes import RECIPES, export, follow
 from diffpure.training.score import ScoreConfig, _draw, epsilon_error, picture, train_score
 
 
@@ -32,23 +35,22 @@ def toy() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.Adam(model.parameters(), lr=1e-2)
 
 
-def toy_loss(model: nn.Module, stop: int | None = None):
-    """A loss of the step alone; at step `stop`, an interrupt from the keyboard."""
-
-    def loss(step: int) -> Tensor:
-        if step == stop:
-            raise KeyboardInterrupt
-        x = torch.randn(8, 1, 8, 8, generator=generator(7, step))
-        return F.mse_loss(model(x), x.flatten(1)[:, :3])
-
-    return loss
+def toy_batch(step: int, stop: int | None = None) -> tuple[Tensor]:
+    """Rows of the step alone; at step `stop`, an interrupt from the keyboard."""
+    if step == stop:
+        raise KeyboardInterrupt
+    return (torch.randn(9, 1, 8, 8, generator=generator(7, step)),)
 
 
-def run_toy(folder: Path | None, stop: int | None = None, steps: int = 30) -> dict[str, Tensor]:
+def toy_loss(model: nn.Module, x: Tensor) -> Tensor:
+    return F.mse_loss(model(x), x.flatten(1)[:, :3])
+
+
+def run_toy(folder: Path | None, stop: int | None = None, steps: int = 30, threads: int = 2) -> dict[str, Tensor]:
     """The averaged weights of a toy run; with `stop`, interrupted from the keyboard at that step."""
     model, optimiser = toy()
-    run = Run(steps=steps, folder=folder, decay=0.9, clip=1.0, log_steps=5)
-    return train(model, optimiser, toy_loss(model, stop), cosine(), run)
+    run = Run(steps=steps, folder=folder, decay=0.9, clip=1.0, log_steps=5, threads=threads)
+    return train(model, optimiser, partial(toy_batch, stop=stop), toy_loss, cosine(), run)
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -73,19 +75,19 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     model = nn.Linear(3, 3)
     optimiser = torch.optim.Adam(model.parameters())
     with pytest.raises(InputError, match="another model"):
-        train(model, optimiser, lambda _: torch.tensor(0.0), cosine(), Run(steps=1, folder=tmp_path))
+        train(model, optimiser, toy_batch, toy_loss, cosine(), Run(steps=1, folder=tmp_path))
 
 
 KILLED = """
 import sys, torch
+from functools import partial
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import test_training as t
 from diffpure.training.loop import Run, cosine, train
-torch.set_num_threads(1)
 model, optimiser = t.toy()
-run = Run(steps=100_000, folder=Path(sys.argv[1]), checkpoint_seconds=0.05)
-train(model, optimiser, t.toy_loss(model), cosine(), run)
+run = Run(steps=100_000, folder=Path(sys.argv[1]), checkpoint_seconds=0.05, threads=2)
+train(model, optimiser, t.toy_batch, t.toy_loss, cosine(), run)
 """
 
 
@@ -99,19 +101,39 @@ def test_a_run_killed_with_sigkill_goes_on_to_the_same_weights(tmp_path):
     time.sleep(0.3)
     child.kill()
     assert child.wait() == -signal.SIGKILL
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        step = torch.load(file, weights_only=True)["step"]
-        weights = []
-        for where in (folder, None):
-            model, optimiser = toy()
-            with pytest.raises(KeyboardInterrupt):
-                train(model, optimiser, toy_loss(model, step + 5), cosine(), Run(steps=100_000, folder=where))
-            weights.append(model.state_dict())
-    finally:
-        torch.set_num_threads(threads)
+    step = torch.load(file, weights_only=True)["step"]
+    weights = []
+    for where in (folder, None):
+        model, optimiser = toy()
+        run = Run(steps=100_000, folder=where, threads=2)
+        with pytest.raises(KeyboardInterrupt):
+            train(model, optimiser, partial(toy_batch, stop=step + 5), toy_loss, cosine(), run)
+        weights.append(model.state_dict())
     assert same(*weights)
+
+
+def test_the_parts_of_a_batch_give_the_gradient_of_the_whole():
+    """Without batch statistics three threads compute what one does, also where the rows cannot be divided evenly."""
+    gradients = []
+    for threads in (1, 3):
+        model = toy()[0].eval()
+        with Workers(model, toy_loss, threads) as workers:
+            value = workers.gradient(torch.randn(10, 1, 8, 8, generator=generator(1, 1)))
+        gradients.append([torch.tensor([value]), *(p.grad for p in model.parameters())])
+    for one, three in zip(*gradients, strict=True):
+        assert torch.allclose(one, three, rtol=1e-4, atol=1e-6)
+
+
+def test_replicas_share_weights_and_the_mean_of_their_statistics():
+    model = toy()[0].train()
+    x = torch.randn(8, 1, 8, 8, generator=generator(1, 1))
+    with Workers(model, toy_loss, 2) as workers:
+        workers.gradient(x)
+        other = workers.replicas[1]
+    assert all(a is b for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    means = model[0](x).mean((0, 2, 3)).detach()
+    assert torch.allclose(model[1].running_mean, 0.1 * means, atol=1e-6)
+    assert torch.equal(model[1].running_mean, other[1].running_mean)
 
 
 def test_schedules_begin_peak_and_end_where_they_say():
@@ -138,6 +160,10 @@ def test_a_run_refuses_impossible_numbers():
         ScoreConfig(weighting="epsilom")
     with pytest.raises(InputError, match="t_max"):
         ScoreConfig(t_max=0)
+    with pytest.raises(InputError, match="optimiser"):
+        ClassifierConfig(optimiser="adam")
+    with pytest.raises(InputError, match="recipe"):
+        follow("cifar10-smal", Images(torch.zeros(0), torch.zeros(0)), None)
     with pytest.raises(InputError, match="TRADES"):
         replace(FAST_LINF, trades=0)
 
@@ -145,7 +171,7 @@ def test_a_run_refuses_impossible_numbers():
 def test_a_loss_that_is_not_finite_stops_the_training():
     model, optimiser = toy()
     with pytest.raises(FloatingPointError, match="not finite"):
-        train(model, optimiser, lambda _: torch.tensor(math.nan), cosine(), Run(steps=1))
+        train(model, optimiser, toy_batch, lambda m, x: math.nan * toy_loss(m, x), cosine(), Run(steps=1))
 
 
 def test_two_epochs_show_each_image_from_both_sides():
@@ -181,6 +207,23 @@ def test_the_times_of_a_batch_are_spread_evenly():
     assert eps.std().item() == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_trains_and_exports(name, tmp_path):
+    """Two steps of each recipe on noise: the exported weights are those of the model, in half precision."""
+    pixels = torch.randint(0, 256, (540, 3, 32, 32), dtype=torch.uint8, generator=generator(0, 0))
+    images = Images(pixels, torch.arange(540) % 10)
+    size = {"examples": 8} if name == "cifar10-small" else {"epochs": 2 / 135}
+    model = follow(name, images, tmp_path / "run", batch=4, threads=1, **size)
+    assert "step 2/2" in (tmp_path / "run" / "log.txt").read_text()
+    card = export(name, model, tmp_path)
+    stored = load_file(tmp_path / card["file"])
+    assert stored.keys() == model.state_dict().keys()
+    for key, value in model.state_dict().items():
+        assert torch.allclose(stored[key].float(), value.float(), rtol=1e-3, atol=1e-6)
+    assert card["parameters"] < 3_000_000
+    assert card["multiply_adds"] < 200_000_000
+
+
 @pytest.fixture(scope="module")
 def digits() -> Images:
     data = pytest.importorskip("sklearn.datasets").load_digits()
@@ -194,7 +237,7 @@ def test_a_score_learns_the_digits(digits, tmp_path):
     model = SmallUNet(widths=(32, 48), embedding=32, channels=1, size=8)
     training, rest = digits[:1500], digits[1500:]
     before = epsilon_error(model, rest, (0.1, 0.2))
-    config = ScoreConfig(images=30_000, batch=100, rate=3e-3, decay=0.98, flip=False, threads=1)
+    config = ScoreConfig(examples=30_000, batch=100, rate=3e-3, decay=0.98, flip=False, threads=1)
     state = train_score(model, training, config, rest, tmp_path)
     with averaged(model, state):
         after = epsilon_error(model, rest, (0.1, 0.2))
@@ -233,8 +276,8 @@ def test_a_classifier_can_be_trained_on_purified_images(digits):
     torch.manual_seed(0)
     seen = []
 
-    def purify(x: Tensor, seeds) -> Tensor:
-        seen.append(tuple(seeds))
+    def purify(x: Tensor, seeds: Tensor) -> Tensor:
+        seen.append(tuple(seeds.tolist()))
         return 1 - x
 
     model = DigitNet()

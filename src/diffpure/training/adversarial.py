@@ -36,15 +36,15 @@ class Adversary:
         if self.trades is not None and self.trades <= 0:
             raise InputError(f"β of TRADES is positive, got {self.trades}.")
 
-    def loss(self, model: nn.Module, x: Tensor, y: Tensor, seeds: Sequence[int], smoothing: float) -> Tensor:
-        """The loss to descend, a scalar; x (B, C, H, W) in [0, 1], y (B,), seeds one an image."""
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor, seeds: Tensor, smoothing: float) -> Tensor:
+        """The loss to descend, a scalar; x (B, C, H, W) in [0, 1], y (B,), seeds (B,)."""
         if self.trades is None:
             return F.cross_entropy(model(self.attacked(model, x, y, seeds)), y, label_smoothing=smoothing)
         logits, attacked = model(x), model(self.attacked(model, x, y, seeds))
         clean = F.cross_entropy(logits, y, label_smoothing=smoothing)
         return clean + self.trades * _divergence(logits, attacked).mean()
 
-    def attacked(self, model: nn.Module, x: Tensor, y: Tensor, seeds: Sequence[int]) -> Tensor:
+    def attacked(self, model: nn.Module, x: Tensor, y: Tensor, seeds: Tensor) -> Tensor:
         """The attacked images x' (B, C, H, W) in [0, 1]."""
         was_training = model.training
         model.eval()

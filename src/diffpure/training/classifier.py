@@ -7,10 +7,10 @@ its own, so that two epochs show each image from both sides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Final, final
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from diffpure.data.cifar10 import Images
-from diffpure.sde import mix
+from diffpure.errors import unknown
 from diffpure.training.adversarial import Adversary
 from diffpure.training.loop import Run, State, batch_indices, generator, train, triangular
 
@@ -28,12 +28,13 @@ from diffpure.training.loop import Run, State, batch_indices, generator, train, 
 class ClassifierConfig:
     """What a training of a classifier depends on, beside its data; the defaults are those of `cifar10-resnet`.
 
-    `rate` and `weight_decay` are per 1024 images at momentum 0.85, as in the recipe; biases learn `bias_factor`
-    times as fast. `adversary` trains on attacked images, `purify` on purified ones.
+    `rate` and `weight_decay` of "sgd" are per 1024 images, as in the recipe, and biases learn `bias_factor` times as
+    fast; those of "adamw" are its own. `adversary` trains on attacked images, `purify` on purified ones.
     """
 
     epochs: float = 10.0
     batch: int = 512
+    optimiser: str = "sgd"
     rate: float = 11.5
     weight_decay: float = 0.0153
     momentum: float = 0.85
@@ -43,10 +44,14 @@ class ClassifierConfig:
     flip: bool = True
     decay: float = 0.98
     adversary: Adversary | None = None
-    purify: Callable[[Tensor, Sequence[int]], Tensor] | None = None
+    purify: Callable[[Tensor, Tensor], Tensor] | None = None
     seed: int = 0
     threads: int | None = None
     checkpoint_seconds: float = 180.0
+
+    def __post_init__(self) -> None:
+        if self.optimiser not in OPTIMISERS:
+            raise unknown("optimiser", self.optimiser, OPTIMISERS)
 
 
 def train_classifier(
@@ -60,14 +65,16 @@ def train_classifier(
     model.train()
     source = Augmented(images, config)
 
-    def loss(step: int) -> Tensor:
-        x, y = source(step)
-        seeds = [mix(mix(config.seed, step), place) for place in range(len(x))]
+    def batch(step: int) -> tuple[Tensor, ...]:
+        seeds = torch.randint(1 << 62, (config.batch,), generator=generator(config.seed, step, 4))
+        return *source(step), seeds
+
+    def loss(replica: nn.Module, x: Tensor, y: Tensor, seeds: Tensor) -> Tensor:
         if config.purify:
             x = config.purify(x, seeds).detach()
         if config.adversary:
-            return config.adversary.loss(model, x, y, seeds, config.smoothing)
-        return F.cross_entropy(model(x), y, label_smoothing=config.smoothing)
+            return config.adversary.loss(replica, x, y, seeds, config.smoothing)
+        return F.cross_entropy(replica(x), y, label_smoothing=config.smoothing)
 
     run = Run(
         steps=round(config.epochs * (len(images) // config.batch)),
@@ -76,10 +83,10 @@ def train_classifier(
         checkpoint_seconds=config.checkpoint_seconds,
         threads=config.threads,
     )
-    return train(model, _optimiser(model, config), loss, triangular(), run, console=console)
+    return train(model, OPTIMISERS[config.optimiser](model, config), batch, loss, triangular(), run, console=console)
 
 
-def _optimiser(model: nn.Module, config: ClassifierConfig) -> torch.optim.Optimizer:
+def _sgd(model: nn.Module, config: ClassifierConfig) -> torch.optim.Optimizer:
     """Nesterov SGD on the mean loss, with weights and biases at their own rates and one decoupled weight decay."""
     scale = config.batch / (1024 * (1 + 1 / (1 - config.momentum)))  # the recipe states rates per 1024 summed losses
     rate, shrink = config.rate * scale, config.weight_decay * scale
@@ -93,6 +100,16 @@ def _optimiser(model: nn.Module, config: ClassifierConfig) -> torch.optim.Optimi
         },
     ]
     return torch.optim.SGD(groups, momentum=config.momentum, nesterov=True)
+
+
+def _adamw(model: nn.Module, config: ClassifierConfig) -> torch.optim.Optimizer:
+    """AdamW, which transformers want; vectors are not shrunk."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.rate)
 
 
 @final
@@ -120,3 +137,9 @@ class Augmented:
             columns = torch.where(mirrored[:, None], columns.flip(1), columns)
         x = self.pixels[index[:, None, None], rows[:, :, None], columns[:, None, :]]
         return x.permute(0, 3, 1, 2).float() / 255, self.labels[index]
+
+
+OPTIMISERS: Final[dict[str, Callable[[nn.Module, ClassifierConfig], torch.optim.Optimizer]]] = {
+    "sgd": _sgd,
+    "adamw": _adamw,
+}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, final
 
@@ -39,9 +40,9 @@ WEIGHTINGS: Final[dict[str, Callable[[Schedule, Tensor], Tensor]]] = {
 class ScoreConfig:
     """What a training of a score depends on, beside its data; the defaults are those of `cifar10-small`."""
 
-    images: int = 900_000  # seen in all, mirrored ones included
+    examples: int = 900_000  # images seen in all, mirrored ones included
     batch: int = 128
-    rate: float = 1e-3
+    rate: float = 2e-3
     clip: float = 1.0
     decay: float = 0.999
     t_max: float = 0.3
@@ -75,10 +76,9 @@ def train_score(
     model.train()
     weight = WEIGHTINGS[config.weighting]
 
-    def loss(step: int) -> Tensor:
-        x0, t, eps = _draw(images, config, step)
-        error = (model.epsilon(model.sde.diffuse(x0, t, eps), t) - eps).square().mean((1, 2, 3))
-        return (over(weight(model.sde, t), error) * error).mean()
+    def loss(replica: EpsilonScore, x0: Tensor, t: Tensor, eps: Tensor) -> Tensor:
+        error = (replica.epsilon(replica.sde.diffuse(x0, t, eps), t) - eps).square().mean((1, 2, 3))
+        return (over(weight(replica.sde, t), error) * error).mean()
 
     def report(averaged: nn.Module, step: int) -> str:
         assert isinstance(averaged, EpsilonScore)
@@ -89,7 +89,7 @@ def train_score(
         return "ε-error " + " ".join(f"{t:g}:{error:.4f}" for t, error in errors.items())
 
     run = Run(
-        steps=max(1, config.images // config.batch),
+        steps=max(1, config.examples // config.batch),
         folder=folder,
         decay=config.decay,
         clip=config.clip,
@@ -97,7 +97,8 @@ def train_score(
         threads=config.threads,
     )
     optimiser = torch.optim.Adam(model.parameters(), lr=config.rate, betas=(0.9, 0.99))
-    return train(model, optimiser, loss, cosine(), run, report if validation else None, console)
+    batch = partial(_draw, images, config)
+    return train(model, optimiser, batch, loss, cosine(), run, report if validation else None, console)
 
 
 def _draw(images: Images, config: ScoreConfig, step: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,92 @@
+"""How the models inside the package are made: one recipe a model, which is the whole command of its card.
+
+`follow` builds the network from the seed, trains it on CIFAR-10's training set and returns it with its averaged
+weights; a run that was killed goes on when the same recipe is followed in the same folder. `export` writes the file
+that `diffpure.weights.embedded` reads and gives the part of the card that follows from the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from diffpure.classifiers.small import SmallResNet, small_vit
+from diffpure.data.cifar10 import Images
+from diffpure.errors import unknown
+from diffpure.scores.base import EpsilonScore
+from diffpure.scores.small import SmallUNet
+from diffpure.training.adversarial import FAST_LINF
+from diffpure.training.classifier import ClassifierConfig, train_classifier
+from diffpure.training.cost import multiply_adds, parameters
+from diffpure.training.score import ScoreConfig, train_score
+from diffpure.weights import Card, pack
+
+HELD_OUT: Final = 500  # the last training images, which a score is watched on and never trained on
+
+
+@final
+@dataclass(frozen=True)
+class Recipe:
+    """A network, built with a look at the training images, and how to train it."""
+
+    build: Callable[[Images], nn.Module]
+    config: ScoreConfig | ClassifierConfig
+
+
+def follow(
+    name: str, images: Images, folder: Path | None, console: Console | None = None, **changes: Any
+) -> nn.Module:
+    """The network of a recipe, trained on `images`; `changes` replace fields of its configuration."""
+    if name not in RECIPES:
+        raise unknown("recipe", name, RECIPES)
+    recipe = RECIPES[name]
+    config = replace(recipe.config, **changes)
+    torch.manual_seed(config.seed)
+    model = recipe.build(images)
+    if isinstance(config, ScoreConfig):
+        assert isinstance(model, EpsilonScore)
+        state = train_score(model, images[:-HELD_OUT], config, images[-HELD_OUT:], folder, console)
+    else:
+        state = train_classifier(model, images, config, folder, console)
+    model.load_state_dict(state)
+    return model.eval()
+
+
+def export(name: str, model: nn.Module, folder: Path) -> Card:
+    """Write NAME.safetensors in half precision; returns what its card says of the file and of the network's cost."""
+    data = pack(model.state_dict())
+    file = folder / f"{name}.safetensors"
+    file.write_bytes(data)
+    x = torch.zeros(1, 3, 32, 32)
+    inputs = (x, torch.tensor([0.1])) if isinstance(model, EpsilonScore) else (x,)
+    return {
+        "file": file.name,
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "kind": "score" if isinstance(model, EpsilonScore) else "classifier",
+        "parameters": parameters(model),
+        "multiply_adds": multiply_adds(model, *inputs),
+    }
+
+
+def _whitened(images: Images) -> SmallResNet:
+    model = SmallResNet()
+    model.fit_whitening(images[:5000].float())
+    return model
+
+
+RECIPES: Final[dict[str, Recipe]] = {
+    "cifar10-small": Recipe(lambda _: SmallUNet(), ScoreConfig()),
+    "cifar10-resnet": Recipe(_whitened, ClassifierConfig()),
+    "cifar10-resnet-at": Recipe(_whitened, ClassifierConfig(adversary=FAST_LINF, smoothing=0.0)),
+    "cifar10-vit-tiny": Recipe(
+        lambda _: small_vit(),
+        ClassifierConfig(optimiser="adamw", rate=1e-3, weight_decay=0.05, epochs=40, batch=256, decay=0.998),
+    ),
+}
