@@ -1,0 +1,1 @@
+"""Rows and arrays in, pictures and pages out; nothing here imports torch."""
