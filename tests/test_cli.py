@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -14,7 +15,18 @@ from diffpure.errors import InputError
 from diffpure.experiments import demo as demonstration
 from problems import tiny_unet
 
-COMMANDS = [["demo"], ["data", "fetch"], ["train", "score"], ["train", "classifier"]]
+COMMANDS = [
+    ["demo"],
+    ["data", "fetch"],
+    ["data", "where"],
+    ["train", "score"],
+    ["train", "classifier"],
+    ["models", "list"],
+    ["models", "show"],
+    ["models", "verify"],
+    ["models", "fetch"],
+    ["doctor"],
+]
 runner = CliRunner()
 
 
@@ -78,3 +90,22 @@ def test_unknown_recipes_are_named(tmp_path, monkeypatch):
         runner.invoke(
             cli.app, ["train", "score", "--recipe", "cifar10-smal", "--out", str(tmp_path)], catch_exceptions=False
         )
+
+
+def test_models_are_listed_shown_and_verified():
+    found = json.loads(runner.invoke(cli.app, ["models", "list", "--json"]).output)
+    assert found["imagenet-guided"]["kind"] == "score"
+    shown = runner.invoke(cli.app, ["models", "show", "imagenet-guided"], env={"COLUMNS": "200"}).output
+    assert "256x256_diffusion_uncond.pt" in shown
+    assert runner.invoke(cli.app, ["models", "verify"]).exit_code == 0
+    with pytest.raises(InputError, match="did you mean 'imagenet-guided'"):
+        runner.invoke(cli.app, ["models", "show", "imagenet-guide"], catch_exceptions=False)
+
+
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("DIFFPURE_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "256x256_diffusion_uncond.pt"
+    file.write_bytes(b"nothing")
+    with pytest.raises(InputError):
+        runner.invoke(cli.app, ["models", "fetch", "imagenet-guided", "--from", str(file)], catch_exceptions=False)
+    assert not (tmp_path / "cache").exists()

@@ -72,8 +72,9 @@ class DemoConfig:
     shown: int = 8
 
 
-def run_demo(config: DemoConfig = DemoConfig(), progress: Progress = lambda *_: None) -> Demo:
+def run_demo(config: DemoConfig | None = None, progress: Progress = lambda *_: None) -> Demo:
     """Classify, attack the bare classifier, purify, attack the defence."""
+    config = config or DemoConfig()
     classifier, score = load_classifier("cifar10-resnet"), load_score("cifar10-small")
     defense = Defense(Purifier(score, FewStep(t_star=config.t_star, steps=config.steps)), classifier)
     x, y = samples(config.images)
@@ -116,7 +117,8 @@ def _picture(
     strips = {"clean": x[shown], "attacked": attacked[shown], "diffused": states[0], "purified": states[1]}
     with torch.no_grad():
         predictions = {name: tuple(defense.classifier(view).argmax(1).tolist()) for name, view in strips.items()}
-    notes = f"l-inf 8/255, t* = {config.t_star:g}, few-step sampler ({2 * config.steps + 1} score calls), seed {config.seed}"
+    sampler = f"few-step sampler ({2 * config.steps + 1} score calls)"
+    notes = f"l-inf 8/255, t* = {config.t_star:g}, {sampler}, seed {config.seed}"
     return Demo(rows, strips, predictions, tuple(y[shown].tolist()), notes)
 
 

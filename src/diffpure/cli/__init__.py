@@ -1,0 +1,25 @@
+"""The command line: parse, call, show. Everything heavy is imported inside a command, so that --help is instant."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+
+from diffpure.cli import demo, machine, models, training
+from diffpure.cli.base import app
+from diffpure.errors import InputError
+
+__all__ = ["app", "demo", "machine", "main", "models", "training"]
+
+
+def main() -> None:
+    """Run the command line; what a user can mend is one sentence on standard error and exit code 2."""
+    try:
+        app()
+    except InputError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]Error:[/red] {error}")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("Interrupted.")
+        sys.exit(130)

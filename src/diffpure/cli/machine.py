@@ -1,0 +1,92 @@
+"""`diffpure doctor`: what this machine has, what is missing for what, and how fast a score call is."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from typing import Any
+
+from rich.table import Table
+
+from diffpure import __version__
+from diffpure.cli.base import AsJson, Threads, app, console, use_threads
+
+EXTRAS = {
+    "diffusers": "score models in diffusers folders or on the hub (pip install 'diffpure[hf]')",
+    "torchvision": "torchvision classifiers by name",
+    "timm": "timm classifiers by name",
+    "robustbench": "RobustBench classifiers by name",
+    "onnxruntime": "ONNX classifiers, for black-box attacks",
+    "ray": "evaluations on a Ray cluster",
+    "foolbox": "attacks of foolbox on our defences",
+}
+FIRST_IMAGE = """
+import time; start = time.perf_counter()
+import diffpure as dp
+from diffpure.data.samples import samples
+images, _ = samples(1)
+dp.Purifier(dp.load_score("cifar10-small"), dp.FewStep(t_star=0.1))(images)
+print(time.perf_counter() - start)
+"""
+
+
+@app.command(epilog="Example: diffpure doctor --json")
+def doctor(as_json: AsJson = False, threads: Threads = None) -> None:
+    """Show versions, threads, devices, the speed of a score call, and what is missing for which extra."""
+    use_threads(threads)
+    found = {**_versions(), **_devices(), **_speed(), **_extras()}
+    if as_json:
+        console.print_json(json.dumps(found))
+        return
+    table = Table.grid(padding=(0, 2))
+    for key, value in found.items():
+        table.add_row(f"[bold]{key}[/bold]", str(value))
+    console.print(table)
+
+
+def _versions() -> dict[str, Any]:
+    import torch
+
+    return {"diffpure": __version__, "python": platform.python_version(), "torch": torch.__version__}
+
+
+def _devices() -> dict[str, Any]:
+    import torch
+
+    cuda = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    mps = ["Apple GPU"] if torch.backends.mps.is_available() else []
+    return {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "accelerators": [*cuda, *mps] or "none"}
+
+
+def _speed() -> dict[str, Any]:
+    import torch
+
+    from diffpure.scores.load import load_score
+
+    score, x, t = load_score("cifar10-small"), torch.zeros(16, 3, 32, 32), torch.full((16,), 0.1)
+    seconds = []
+    with torch.no_grad():
+        for _ in range(4):
+            start = time.perf_counter()
+            score(x, t)
+            seconds.append(time.perf_counter() - start)
+    first = subprocess.run([sys.executable, "-c", FIRST_IMAGE], capture_output=True, text=True, check=True)
+    return {
+        "one score call, 16 images": f"{1000 * min(seconds):.0f} ms",
+        "import to first purified image": f"{float(first.stdout):.1f} s",
+    }
+
+
+def _extras() -> dict[str, Any]:
+    def version(name: str) -> str | None:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    return {name: version(name) or f"missing: {use}" for name, use in EXTRAS.items()}

@@ -1,0 +1,113 @@
+"""`diffpure models`: what there is, what is on this machine, and how to get the rest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from diffpure.cli.base import AsJson, Bars, app, console
+from diffpure.errors import InputError, unknown
+
+models_app = typer.Typer(help="List, inspect, verify and fetch score models and classifiers.", no_args_is_help=True)
+app.add_typer(models_app, name="models")
+Name = Annotated[str, typer.Argument(help="A name from `diffpure models list`.")]
+
+
+def _all() -> dict[str, dict[str, Any]]:
+    """Every model, embedded or official, as plain data."""
+    from dataclasses import asdict
+
+    from diffpure import weights
+    from diffpure.cards import cards
+
+    found: dict[str, dict[str, Any]] = {
+        name: {"where": "in the package", "present": True, **card} for name, card in weights.cards().items()
+    }
+    for name, card in cards().items():
+        where = str(card.path) if card.present else "not on this machine"
+        found[name] = {"where": where, "present": card.present, **asdict(card)}
+    return found
+
+
+@models_app.command("list", epilog="Example: diffpure models list")
+def list_(as_json: AsJson = False) -> None:
+    """List all models, with what is on this machine."""
+    found = _all()
+    if as_json:
+        console.print_json(json.dumps(found))
+        return
+    table = Table("name", "kind", "architecture", "where")
+    for name, card in sorted(found.items(), key=lambda item: (not item[1]["present"], item[1]["kind"], item[0])):
+        table.add_row(name, card["kind"], card["architecture"], card["where"])
+    console.print(table)
+
+
+@models_app.command(epilog="Example: diffpure models show cifar10-small")
+def show(name: Name, as_json: AsJson = False) -> None:
+    """Show the card of a model: source, licence, hash, training, what was measured."""
+    card = _card(name)
+    if as_json:
+        console.print_json(json.dumps(card))
+        return
+    table = Table.grid(padding=(0, 2))
+    for key, value in card.items():
+        table.add_row(f"[bold]{key}[/bold]", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    console.print(table)
+
+
+@models_app.command(epilog="Example: diffpure models verify")
+def verify(
+    name: Annotated[str | None, typer.Argument(help="One model; all that are present by default.")] = None,
+) -> None:
+    """Check the files of models against the hashes of their cards."""
+    from diffpure import weights
+    from diffpure.cards import card, local_file
+
+    wanted = [name] if name is not None else [each for each, found in _all().items() if found["present"]]
+    broken = []
+    for each in wanted:
+        _card(each)
+        try:
+            if each in weights.cards():
+                weights.embedded(each)
+            else:
+                local_file(card(each))
+            console.print(f"[green]good[/green]  {each}")
+        except InputError as error:
+            broken.append(each)
+            console.print(f"[red]bad[/red]   {each}: {error}", soft_wrap=True)
+    if broken:
+        raise typer.Exit(1)
+
+
+@models_app.command(epilog="Example: diffpure models fetch imagenet-guided")
+def fetch(
+    name: Name,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="A file that you already have, instead of the network.")
+    ] = None,
+) -> None:
+    """Download an official checkpoint (continuing a broken download) and verify it, or import your file of it."""
+    from diffpure import weights
+    from diffpure.cards import card, import_file
+    from diffpure.cards import fetch as download
+
+    if name in weights.cards():
+        raise InputError(f"{name} is inside the package; there is nothing to fetch.")
+    if source is not None:
+        path = import_file(card(name), source)
+    else:
+        with Bars() as bars:
+            path = download(card(name), lambda done, total: bars(name, done, total))
+    console.print(f"{name}: {path}", soft_wrap=True)
+
+
+def _card(name: str) -> dict[str, Any]:
+    found = _all()
+    if name not in found:
+        raise unknown("model", name, found)
+    return found[name]
