@@ -12,7 +12,6 @@ The official batches exist in three forms, and `read` takes a folder of any of t
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 import shutil
@@ -32,6 +31,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from diffpure.checkpoints import sha256
 from diffpure.errors import InputError, unknown
 
 CLASSES: Final = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -171,12 +171,6 @@ class _ArraysOnly(pickle.Unpickler):
         if (module, name) not in self._ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
         return super().find_class(module.replace("numpy.core", "numpy._core"), name)
-
-
-def sha256(file: Path) -> str:
-    """The hexadecimal sha256 of a file."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def fetch(

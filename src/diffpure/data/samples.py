@@ -3,10 +3,7 @@
 `cifar10-samples.png` is a lossless sheet of 20 rows × 25 images of 32×32. Fifty images of each class were drawn from
 the test set by `choose(labels, SEED)`; row r holds images 25 r … 25 r + 24 in the order of their place in the test set,
 and `cifar10-samples.txt` holds, a line an image, that place and the label. No model of this package was trained or
-tuned on them.
-
-CIFAR-10 was collected by Alex Krizhevsky, Vinod Nair and Geoffrey Hinton; please cite Alex Krizhevsky, "Learning
-Multiple Layers of Features from Tiny Images", 2009, where you use it.
+tuned on them. `ATTRIBUTION` is what CIFAR-10 asks its users to say.
 """
 
 from __future__ import annotations
@@ -23,6 +20,10 @@ from torch import Tensor
 from diffpure.data.cifar10 import Images, load
 from diffpure.errors import InputError
 
+ATTRIBUTION: Final = (
+    "CIFAR-10 was collected by Alex Krizhevsky, Vinod Nair and Geoffrey Hinton "
+    "(Alex Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009)."
+)
 SEED: Final = 2022
 PER_CLASS: Final = 50
 COLUMNS: Final = 25

@@ -40,8 +40,8 @@ WEIGHTINGS: Final[dict[str, Callable[[Schedule, Tensor], Tensor]]] = {
 class ScoreConfig:
     """What a training of a score depends on, beside its data; the defaults are those of `cifar10-small`."""
 
-    examples: int = 900_000  # images seen in all, mirrored ones included
-    batch: int = 128
+    examples: int = 800_000  # images seen in all, mirrored ones included
+    batch: int = 64
     rate: float = 2e-3
     clip: float = 1.0
     decay: float = 0.999
