@@ -1,0 +1,84 @@
+"""ImageNet's validation set (Russakovsky et al. 2015), as the paper prepares it: Resize 256, CenterCrop 224.
+
+Three layouts are read:
+
+    class folders    root/n01440764/*.JPEG …, or root/val/…; a part of the classes is enough
+    official         root/ILSVRC2012_val_00000001.JPEG …, with the devkit that maps its numbers to classes
+    CSV              root/*.JPEG and rows of file name and label, a class number or an identifier like n01440764
+
+Labels are 0 … 999 in the order of the identifiers. The detour to the diffusion model's 256 × 256 is the purifier's.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module, resources
+from pathlib import Path
+
+from PIL import Image
+
+from diffpure.data.folder import Files, by_class, class_folders, existing, images_in, listed, read_labels
+from diffpure.data.images import center_crop, resize
+from diffpure.errors import InputError
+
+GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
+
+
+@cache
+def identifiers() -> tuple[str, ...]:
+    """The 1000 WordNet identifiers in the order of the labels."""
+    return tuple(resources.files(__package__).joinpath("imagenet-wnids.txt").read_text("utf-8").split())
+
+
+def read(root: str | Path, *, devkit: str | Path | None = None, labels: str | Path | None = None) -> Files:
+    """The validation images of a folder in any of the three layouts."""
+    root = existing(root)
+    if labels is not None:
+        return _by_csv(root, Path(labels))
+    if devkit is not None:
+        return _official(root, existing(devkit))
+    inner = root / "val" if (root / "val").is_dir() else root
+    index = {name: label for label, name in enumerate(identifiers())}
+    known = [name for name in class_folders(inner) if name in index]
+    if not known:
+        raise InputError(f"{root} has no class folders such as n01440764; a flat folder needs the devkit or a CSV.")
+    return by_class(inner, {name: index[name] for name in known}, identifiers(), prepare)
+
+
+def prepare(image: Image.Image) -> Image.Image:
+    """The paper's preparation: the shorter side to 256, then the middle 224 × 224."""
+    return center_crop(resize(image, 256), 224)
+
+
+def _by_csv(root: Path, path: Path) -> Files:
+    rows = read_labels(path)
+    index = {name: label for label, name in enumerate(identifiers())} | {str(i): i for i in range(1000)}
+    wrong = [label for label in rows.values() if label not in index]
+    if wrong:
+        raise InputError(f"{path.name} has the label {wrong[0]!r}; accepted are 0 … 999 and names like n01440764.")
+    with_suffix = {name if Path(name).suffix else f"{name}.JPEG": label for name, label in rows.items()}
+    return Files(listed(root, with_suffix), tuple(index[label] for label in rows.values()), identifiers(), prepare)
+
+
+def _official(root: Path, devkit: Path) -> Files:
+    """The flat folder: image k has the class of line k of the ground truth, numbered as meta.mat numbers them."""
+    paths = images_in(root)
+    found = sorted(devkit.rglob(GROUND_TRUTH)), sorted(devkit.rglob("meta.mat"))
+    if not all(found):
+        raise InputError(f"{devkit} is not the ILSVRC2012 devkit: it lacks {GROUND_TRUTH} or meta.mat.")
+    truth = found[0][0].read_text("utf-8").split()
+    if len(truth) != len(paths):
+        raise InputError(f"{root} has {len(paths)} images, but the ground truth of the devkit has {len(truth)} lines.")
+    index = {name: label for label, name in enumerate(identifiers())}
+    wnid_of = _meta(found[1][0])
+    return Files(tuple(paths), tuple(index[wnid_of[int(number)]] for number in truth), identifiers(), prepare)
+
+
+def _meta(path: Path) -> dict[int, str]:
+    """ILSVRC number to identifier, for the 1000 classes without children."""
+    try:
+        loadmat = import_module("scipy.io").loadmat
+    except ImportError as error:
+        raise InputError("The devkit's meta.mat needs scipy; install it, or use class folders or a CSV.") from error
+    synsets = loadmat(path, squeeze_me=True)["synsets"]
+    return {int(s["ILSVRC2012_ID"]): str(s["WNID"]) for s in synsets if int(s["num_children"]) == 0}
