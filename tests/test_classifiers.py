@@ -16,6 +16,7 @@ from diffpure.classifiers import load_classifier
 from diffpure.classifiers.attributes import AttributeClassifier, AttributeNet
 from diffpure.classifiers.normalize import CIFAR10, IMAGENET, Normalize
 from diffpure.classifiers.resnet import CifarResNet, ImageNetResNet
+from diffpure.classifiers.small import SmallResNet
 from diffpure.classifiers.vit import VisionTransformer
 from diffpure.classifiers.wrn import DMWideResNet, WideResNet
 from diffpure.errors import InputError
@@ -181,6 +182,18 @@ def test_a_missing_package_and_an_unknown_name_say_so(monkeypatch: pytest.Monkey
         load_classifier("imagenet-resnet")
     with pytest.raises(InputError, match="run `diffpure models fetch imagenet-deit-s`"):
         load_classifier("imagenet-deit-s")
+
+
+def test_a_users_own_weights_are_read_as_a_model_of_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = {"widths": [8, 8, 8]}
+    card = {"kind": "classifier", "architecture": "SmallResNet", "arguments": arguments}
+    monkeypatch.setattr(weights, "cards", lambda: {"tiny": card})
+    own = SmallResNet(**arguments).eval()
+    (tmp_path / "own.safetensors").write_bytes(weights.pack(own.state_dict()))
+    x = torch.rand(2, 3, 32, 32)
+    assert torch.allclose(load_classifier(tmp_path / "own.safetensors", like="tiny")(x), own(x), atol=1e-3)
 
 
 @pytest.mark.parametrize("name", [name for name, card in weights.cards().items() if card["kind"] == "classifier"])

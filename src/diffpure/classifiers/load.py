@@ -27,7 +27,7 @@ from diffpure.errors import unknown
 
 
 def load_classifier(name: str | Path | Callable[[Tensor], Any], *, like: str | None = None) -> nn.Module:
-    """A frozen classifier by name, path or callable; `like` names the official checkpoint a file is read as."""
+    """A frozen classifier by name, path or callable; `like` names the card of the model a file is read as."""
     return frozen(from_callable(name) if callable(name) else _find(name, like))
 
 
@@ -43,7 +43,7 @@ def _find(name: str | Path, like: str | None) -> nn.Module:
     if model and zoo in ZOOS:
         return ZOOS[zoo](model)
     if path.is_file():
-        return _from_file(path, like)
+        return _embedded(like, path) if like in ours else _from_file(path, like)
     zoos = [f"{zoo}:NAME" for zoo in ZOOS]
     raise unknown("classifier", str(name), [*ours, *official, *zoos, "a file"])
 
@@ -56,10 +56,11 @@ def _from_file(path: Path, like: str | None) -> nn.Module:
     return _from_card(card_of_file(path, "classifier", like), path)
 
 
-def _embedded(name: str) -> nn.Module:
-    card, state = weights.embedded(name)
+def _embedded(name: str, path: Path | None = None) -> nn.Module:
+    """A model of the package, or the same network with the weights of a user's own file."""
+    card, state = (weights.cards()[name], read(path)) if path else weights.embedded(name)
     network = small.ARCHITECTURES[card["architecture"]](**card["arguments"])
-    load_state(network, state, name)
+    load_state(network, state, path.name if path else name)
     return network
 
 

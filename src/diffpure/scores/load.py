@@ -25,7 +25,7 @@ from diffpure.scores.guided import GuidedScore
 def load_score(name: str | Path, *, like: str | None = None, half: bool = False) -> EpsilonScore:
     """A frozen score model by name, path or hub repository.
 
-    like: the official checkpoint a file is read as, where its name does not say.   half: the blocks' convolutions in
+    like: the model a file is read as, where its name does not say, by the name of its card.   half: the blocks' convolutions in
     float16, as guided diffusion runs them.
     """
     score = frozen(_find(name, like))
@@ -47,16 +47,17 @@ def _find(name: str | Path, like: str | None) -> EpsilonScore:
     if path.is_dir():
         return hf.load_folder(path)
     if path.is_file():
-        return _from_card(card_of_file(path, "score", like), path)
+        return _embedded(like, path) if like in ours else _from_card(card_of_file(path, "score", like), path)
     if isinstance(name, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.suffix:
         return hf.load_hub(name)
     raise unknown("score model", str(name), [*ours, *official, "a file or folder", "a hub repository owner/name"])
 
 
-def _embedded(name: str) -> EpsilonScore:
-    card, state = weights.embedded(name)
+def _embedded(name: str, path: Path | None = None) -> EpsilonScore:
+    """A model of the package, or the same network with the weights of a user's own file."""
+    card, state = (weights.cards()[name], read(path)) if path else weights.embedded(name)
     score = small.ARCHITECTURES[card["architecture"]](**card["arguments"])
-    load_state(score, state, name)
+    load_state(score, state, path.name if path else name)
     return score
 
 
