@@ -26,6 +26,7 @@ COMMANDS = [
     ["models", "verify"],
     ["models", "fetch"],
     ["doctor"],
+    ["purify"],
 ]
 runner = CliRunner()
 

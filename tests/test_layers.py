@@ -33,6 +33,7 @@ LAYERS = (
     "adapters",
     "evaluation",
     "data",
+    "files",
     "training",
     "experiments",
     "report",

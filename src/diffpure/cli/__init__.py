@@ -6,11 +6,11 @@ import sys
 
 from rich.console import Console
 
-from diffpure.cli import demo, machine, models, training
+from diffpure.cli import demo, images, machine, models, training
 from diffpure.cli.base import app
 from diffpure.errors import InputError
 
-__all__ = ["app", "demo", "machine", "main", "models", "training"]
+__all__ = ["app", "demo", "images", "machine", "main", "models", "training"]
 
 
 def main() -> None:

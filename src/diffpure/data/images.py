@@ -30,16 +30,19 @@ _DEEP: Final = frozenset({"I;16", "I;16B", "I;16L", "I;16N", "I", "F"})  # greys
 
 def read_image(source: Source) -> Tensor:
     """An image file as float32 (3, H, W) in [0, 1]."""
-    image = _open(source)
+    return pixels_of(open_image(source), _name(source))
+
+
+def pixels_of(image: Image.Image, name: str = "The image") -> Tensor:
+    """A decoded image of any mode as float32 (3, H, W) in [0, 1]."""
     if image.mode in _DEEP:
-        grey = _deep(np.asarray(image), image.mode, _name(source))
-        return torch.from_numpy(grey).expand(3, -1, -1).clone()
-    return to_tensor(_rgb(image, _name(source)))
+        return torch.from_numpy(_deep(np.asarray(image), image.mode, name)).expand(3, -1, -1).clone()
+    return to_tensor(_rgb(image, name))
 
 
 def read_rgb(source: Source) -> Image.Image:
     """An image file as an 8-bit RGB picture, for resizing as the datasets' own pipelines do."""
-    image = _open(source)
+    image = open_image(source)
     if image.mode in _DEEP:
         grey = _deep(np.asarray(image), image.mode, _name(source))
         image = Image.fromarray((grey * 255).round().astype(np.uint8))
@@ -70,8 +73,8 @@ def center_crop(image: Image.Image, size: int) -> Image.Image:
     return image.crop((left, top, left + size, top + size))
 
 
-def _open(source: Source) -> Image.Image:
-    """The decoded first frame, upright."""
+def open_image(source: Source) -> Image.Image:
+    """The decoded first frame of a file, upright, in the colour mode of the file; its format is kept."""
     name = _name(source)
     try:
         with warnings.catch_warnings(action="ignore"):  # of Pillow about sizes: ours are errors
@@ -80,7 +83,9 @@ def _open(source: Source) -> Image.Image:
             if width * height > LARGEST:
                 raise InputError(f"{name} says it is {width}×{height} pixels; at most {LARGEST:,} are accepted.")
             image.load()
-            return ImageOps.exif_transpose(image)
+            upright = ImageOps.exif_transpose(image)
+            upright.format = image.format
+            return upright
     except FileNotFoundError:
         raise InputError(f"There is no image file {name}.") from None
     except UnidentifiedImageError:

@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -20,13 +21,18 @@ def save_strip(
     file: Path,
     stages: Mapping[str, NDArray[Any]],
     captions: Mapping[str, Sequence[tuple[str, bool]]] | None = None,
+    *,
+    across: bool = False,
 ) -> None:
-    """Write a picture of stages, each (N, C, H, W) in about [0, 1], with a caption (text, right?) under each image."""
-    columns = max(len(images) for images in stages.values())
-    figure, axes = plt.subplots(
-        len(stages), columns, figsize=(1.15 * columns + 0.8, 1.42 * len(stages)), squeeze=False, layout="constrained"
-    )
-    for row, (stage, images) in zip(axes, stages.items(), strict=True):
+    """Write a picture of stages, each (N, C, H, W) in about [0, 1], with a caption (text, right?) under each image.
+
+    across: stages run from left to right, not from top to bottom.
+    """
+    count = max(len(images) for images in stages.values())
+    shape = (count, len(stages)) if across else (len(stages), count)
+    size = (1.15 * shape[1] + 0.8, 1.42 * shape[0])
+    figure, axes = plt.subplots(*shape, figsize=size, squeeze=False, layout="constrained")
+    for row, (stage, images) in zip(axes.T if across else axes, stages.items(), strict=True):
         for column, ax in enumerate(row):
             ax.set(xticks=[], yticks=[])
             ax.spines[:].set_visible(False)
@@ -35,6 +41,19 @@ def save_strip(
                 if captions and stage in captions:
                     text, right = captions[stage][column]
                     ax.set_xlabel(text, fontsize=8, color=RIGHT if right else WRONG, labelpad=2)
-        row[0].set_ylabel(stage, fontsize=9)
+        row[0].set_title(stage, fontsize=9) if across else row[0].set_ylabel(stage, fontsize=9)
     figure.savefig(file, dpi=150, facecolor="white")
     plt.close(figure)
+
+
+def save_gif(file: Path, states: Sequence[NDArray[Any]], milliseconds: int = 250) -> None:
+    """Write an animation of states, each (C, H, W) in about [0, 1], enlarged to at least 128 pixels."""
+    factor = -(-128 // min(states[0].shape[1:]))
+    frames = []
+    for state in states:
+        array = (np.clip(state.transpose(1, 2, 0), 0, 1) * 255).round().astype(np.uint8)
+        image = Image.fromarray(array)
+        frames.append(image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST))
+    frames[0].save(
+        file, save_all=True, append_images=[*frames[1:], frames[-1], frames[-1]], duration=milliseconds, loop=0
+    )
