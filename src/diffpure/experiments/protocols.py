@@ -18,7 +18,6 @@ from diffpure.evaluation.results import Rule
 from diffpure.samplers import ReverseSDE, Sampler
 from diffpure.threats import Linf, ThreatModel
 
-
 LINF: Final = Linf(8 / 255)
 
 
