@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffpure.attacks import APGD, AUTOATTACK_STANDARD, FAB, Attack, Square, Suite
 from diffpure.threats import L2, Linf, Norm
 
 autoattack = pytest.importorskip("pyautoattack")
-datasets = pytest.importorskip("sklearn.datasets")
+digits = pytest.importorskip("digits", reason="needs scikit-learn")
 
 WORLDS = [Linf(0.12), L2(0.6)]
 IMAGES = 200
@@ -24,22 +23,7 @@ SEEDS = 4  # a random search differs by two or three images from seed to seed: m
 @pytest.fixture(scope="module")
 def world() -> tuple[nn.Module, Tensor, Tensor]:
     """A classifier and 200 digits that it has not seen and classifies correctly."""
-    digits = datasets.load_digits()
-    x = torch.tensor(digits.images / 16, dtype=torch.float32)[:, None]
-    y = torch.tensor(digits.target)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        layers = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU()]
-        net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, 10))
-        adam = torch.optim.Adam(net.parameters(), 2e-3)
-        for _ in range(12):
-            for batch in torch.randperm(1500).split(64):
-                adam.zero_grad()
-                F.cross_entropy(net(x[batch]), y[batch]).backward()
-                adam.step()
-    net.requires_grad_(False).eval()
-    right = (net(x[1500:]).argmax(1) == y[1500:]).nonzero()[:IMAGES, 0] + 1500
-    return net, x[right], y[right]
+    return digits.classifier(), *digits.held_out(IMAGES)
 
 
 def survivors(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -216,8 +216,6 @@ class Attack(ABC):
         """The run before its first step: one look at the unperturbed images."""
         z = problem.threat.zeros(problem.x)
         seen = problem.look(z, self.objective, self.ranking, -1)
-        if seen.logits is not None:
-            check_labels(problem.y, len(z), seen.logits.shape[1])
         count = torch.zeros(len(z), dtype=torch.int64, device=z.device)
         signed = [s - (1 << 64) if s >> 63 else s for s in problem.seeds]  # 64 bits, as a tensor holds them
         state = {

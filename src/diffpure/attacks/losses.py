@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffpure.errors import InputError, unknown
+from diffpure.validate import check_labels
 
 Model = Callable[..., Any]  # images (N, C, H, W) in [0, 1] -> logits (N, classes), with `seeds=` if it is stochastic
 
@@ -110,6 +111,7 @@ class LogitLoss(Objective):
     def loss(self, output: Tensor, y: Tensor, target: Tensor) -> Tensor:
         if output.shape[-1] < self.classes:
             raise InputError(f"The loss {self.name!r} needs {self.classes} classes or more, got {output.shape[-1]}.")
+        check_labels(y, len(output), output.shape[-1])
         return self.of(output, y, target)
 
 
@@ -148,6 +150,7 @@ class Deviated(Objective):
         return torch.cat([check_logits(said[0], len(images)), said[1][:, None].to(said[0].dtype)], 1)
 
     def loss(self, output: Tensor, y: Tensor, target: Tensor) -> Tensor:
+        check_labels(y, len(output), output.shape[-1] - 1)
         ce = _log_cross_entropy(output[..., :-1], y, target)
         return ce + self.weight * output[..., -1].mean(1)
 

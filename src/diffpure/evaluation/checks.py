@@ -1,0 +1,204 @@
+"""An evaluation that doubts itself: each check is a sentence that says what is wrong, or None.
+
+The first half are pure functions of what a run has measured. The second half asks the model again: is it random, does
+its cross-entropy saturate, and does the attack still get stronger with more draws, more moves or an unlimited budget?
+The list is that of Carlini et al. 2019, Tramèr et al. 2020 and Croce et al. 2022, and of what went wrong since.
+
+Survivors are booleans, one an image, True where the attack failed. Two attacks are compared on the same images. On a
+deterministic model any difference is a fact; on a random one it has to pass a one-sided sign test at 5 %.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from diffpure.attacks.autoattack import Suite
+from diffpure.attacks.base import Attack, DrawnAttack
+from diffpure.attacks.bpda import TwoStage
+from diffpure.attacks.eot import EOT, look
+from diffpure.attacks.losses import MARGIN, Model, call, margin
+from diffpure.attacks.pgd import RestartedAttack
+from diffpure.attacks.square import Square
+from diffpure.attacks.transfer import Transfer
+from diffpure.sde import Noise
+from diffpure.threats import ThreatModel
+
+Seeds = Sequence[int] | Tensor | None
+Survivors = Sequence[bool]
+
+JUDGE: Final = 1 << 40  # the step of the draws that judge: far beyond the steps of any attack
+
+
+def doubts(checks: Iterable[str | None]) -> tuple[str, ...]:
+    """The sentences of the checks that found something, each once."""
+    return tuple(dict.fromkeys(text for text in checks if text is not None))
+
+
+# ------------------------------------------------------------------------------------------- functions of numbers
+
+
+def bad_gradients(zero: int, nonfinite: int, looks: int) -> str | None:
+    """Gradients that are exactly zero, or not finite, lead an attack nowhere."""
+    if not zero and not nonfinite:
+        return None
+    found = [f"{n} were {what}" for n, what in ((zero, "exactly zero"), (nonfinite, "NaN or infinite")) if n]
+    return f"Of {looks} gradients {' and '.join(found)}: robustness may be due to masked gradients."
+
+
+def approximate_gradient(mode: str, approximate: bool) -> str | None:
+    """A gradient that is not that of the computation makes a weaker attack."""
+    if not approximate:
+        return None
+    return f"The gradient mode {mode!r} is approximate: an attack with exact gradients may leave fewer survivors."
+
+
+def audit_disagrees(mode: str, cosine: float, relative_error: float, tolerance: float) -> str | None:
+    """The audit compares the gradient with an independent reference."""
+    if relative_error <= tolerance:
+        return None
+    off = f"cosine {cosine:.4f}, relative error {relative_error:.2g}, tolerated {tolerance:.2g}"
+    return f"The gradient audit disagrees with the gradient mode {mode!r} ({off})."
+
+
+def fewer(before: Survivors, after: Survivors, *, random: bool) -> int:
+    """How many fewer survive `after` than `before` on the same images; 0 unless that is more than chance."""
+    lost = sum(b and not a for b, a in zip(before, after, strict=True))
+    gained = sum(a and not b for b, a in zip(before, after, strict=True))
+    if lost <= gained:
+        return 0
+    n = lost + gained
+    chance = sum(math.comb(n, k) for k in range(lost, n + 1)) / 2**n  # P(at least so many lost | a fair coin)
+    return 0 if random and chance > 0.05 else lost - gained
+
+
+def black_box_beats_white_box(white: Survivors, black: Survivors, *, random: bool) -> str | None:
+    """An attack with gradients contains the attack without."""
+    n = fewer(white, [w and b for w, b in zip(white, black, strict=True)], random=random)
+    if not n:
+        return None
+    return f"The black-box attack broke {n} images that the white-box attacks left: their gradients mislead them."
+
+
+def still_falling(what: str, few: int, many: int, before: Survivors, after: Survivors, *, random: bool) -> str | None:
+    """More of `what` (draws, iterations) should not matter any more."""
+    n = fewer(before, after, random=random)
+    if not n:
+        return None
+    return f"{many} {what} instead of {few} broke {n} more of {len(before)} images: the attack has not converged."
+
+
+def unbounded_survivors(survivors: Survivors) -> str | None:
+    """Without a budget any image can be turned into one of another class."""
+    n = sum(survivors)
+    return f"{n} of {len(survivors)} images survived an attack without a budget: the attack is broken." if n else None
+
+
+def budget_exceeded(within: Sequence[bool]) -> str | None:
+    """A perturbation outside the threat proves nothing."""
+    n = len(within) - sum(within)
+    return f"{n} of {len(within)} perturbations exceeded their budget; each was moved back inside." if n else None
+
+
+def attacked_as_deterministic(random: bool, draws: int) -> str | None:
+    """A random defence has to be attacked in expectation."""
+    if not random or draws > 1:
+        return None
+    return "The defence is random, but was attacked with one draw a look: use EOT with 10 draws or more."
+
+
+def saturated_cross_entropy(saturated: int, total: int) -> str | None:
+    """Where the cross-entropy is exactly zero in float32, other attacks on it see no gradient."""
+    if not saturated:
+        return None
+    return (
+        f"The cross-entropy of {saturated} of {total} images is zero in float32: attacks of other packages see no "
+        "gradient there; those of this one ascend its logarithm."
+    )
+
+
+# -------------------------------------------------------------------------------------------- questions to a model
+
+
+@torch.no_grad()
+def is_random(model: Model, x: Tensor) -> bool:
+    """Whether two calls on the same images differ, by more than rounding."""
+    n = len(x)
+    first, second = (call(model, x, range(k * n, k * n + n)) for k in (1, 2))
+    return bool((first - second).abs().amax() > 1e-4 * first.abs().amax())
+
+
+@torch.no_grad()
+def count_saturated(model: Model, x: Tensor, y: Tensor) -> int:
+    """How many images have a cross-entropy that is exactly zero in float32."""
+    logits = call(model, x, range(len(x))).float()
+    return int((F.cross_entropy(logits, y, reduction="none") == 0).sum())
+
+
+def survivors(
+    model: Model, x: Tensor, y: Tensor, threat: ThreatModel, z: Tensor, seeds: Sequence[int], eot: EOT
+) -> list[bool]:
+    """Which images the mean logits of fresh draws classify correctly."""
+    seen = look(model, threat.apply(x, z), y, MARGIN, replace(eot, average="logits"), seeds, JUDGE)
+    return [] if seen.logits is None else (margin(seen.logits, y) <= 0).tolist()
+
+
+def attacked(
+    attack: Attack,
+    model: Model,
+    x: Tensor,
+    y: Tensor,
+    threat: ThreatModel,
+    seeds: Seeds = None,
+    draws: int | None = None,
+) -> list[bool]:
+    """The survivors of an attack, judged by as many draws as it takes itself unless told."""
+    chosen = Noise.of(seeds, len(x)).seeds
+    z = attack(model, x, y, threat, seeds=chosen)
+    eot = attack.ranking if draws is None else replace(attack.ranking, draws=draws)
+    return survivors(model, x, y, threat, z, chosen, eot)
+
+
+def strengthened(attack: Attack, *, draws: int = 1, moves: int = 1) -> Attack:
+    """The attack with so many times the draws of a look, and so many times the moves."""
+    if isinstance(attack, Suite):
+        return replace(attack, attacks=tuple(strengthened(a, draws=draws, moves=moves) for a in attack.attacks))
+    if isinstance(attack, (TwoStage, Transfer)):
+        return replace(attack, attack=strengthened(attack.attack, draws=draws, moves=moves))
+    if isinstance(attack, DrawnAttack):
+        attack = replace(attack, eot=replace(attack.eot, draws=draws * attack.eot.draws))
+    if isinstance(attack, RestartedAttack):
+        return replace(attack, iterations=moves * attack.iterations)
+    if isinstance(attack, Square):
+        return replace(attack, queries=moves * attack.queries)
+    return attack
+
+
+def probe(
+    attack: Attack, model: Model, x: Tensor, y: Tensor, threat: ThreatModel, seeds: Seeds = None
+) -> tuple[str, ...]:
+    """All that can be asked of one attack on a few images, at about eight times its cost: is the model random and
+    attacked as such, do draws, moves and the budget still matter, does the cross-entropy saturate?"""
+    chosen = Noise.of(seeds, len(x)).seeds
+    random = is_random(model, x)
+    judges = 4 * attack.ranking.draws if random else 1
+    plain = attacked(attack, model, x, y, threat, chosen, judges)
+    longer = attacked(strengthened(attack, moves=2), model, x, y, threat, chosen, judges)
+    free = attacked(attack, model, x, y, threat.unbounded(x), chosen, judges)
+    found = [
+        attacked_as_deterministic(random, attack.ranking.draws),
+        saturated_cross_entropy(count_saturated(model, x, y), len(x)),
+        still_falling("times the moves", 1, 2, plain, longer, random=random),
+        unbounded_survivors(free),
+    ]
+    if random:
+        n = attack.ranking.draws
+        wider = attacked(strengthened(attack, draws=4), model, x, y, threat, chosen, judges)
+        found.append(still_falling("draws", n, 4 * n, plain, wider, random=True))
+    return doubts(found)
