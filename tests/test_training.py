@@ -22,6 +22,7 @@ from diffpure.data.cifar10 import Images
 from diffpure.errors import InputError
 from diffpure.scores.small import SmallUNet
 from diffpure.threats import L2, Linf
+from diffpure.training import recipes
 from diffpure.training.adversarial import FAST_LINF, Adversary
 from diffpure.training.classifier import Augmented, ClassifierConfig, train_classifier
 from diffpure.training.loop import Run, Workers, averaged, batch_indices, cosine, generator, train, triangular
@@ -38,7 +39,7 @@ def toy() -> tuple[nn.Module, torch.optim.Optimizer]:
 def toy_batch(step: int, stop: int | None = None) -> tuple[Tensor]:
     """Rows of the step alone; at step `stop`, an interrupt from the keyboard."""
     if step == stop:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
     return (torch.randn(9, 1, 8, 8, generator=generator(7, step)),)
 
 
@@ -57,7 +58,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-@pytest.mark.parametrize("stop", [1, 13, 29])
+@pytest.mark.parametrize("stop", [0, 13, 28])
 def test_an_interrupted_run_goes_on_to_the_same_weights(tmp_path, stop):
     with pytest.raises(KeyboardInterrupt):
         run_toy(tmp_path, stop)
@@ -208,11 +209,12 @@ def test_the_times_of_a_batch_are_spread_evenly():
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_trains_and_exports(name, tmp_path):
+def test_every_recipe_trains_and_exports(name, tmp_path, monkeypatch):
     """Two steps of each recipe on noise: the exported weights are those of the model, in half precision."""
-    pixels = torch.randint(0, 256, (540, 3, 32, 32), dtype=torch.uint8, generator=generator(0, 0))
-    images = Images(pixels, torch.arange(540) % 10)
-    size = {"examples": 8} if name == "cifar10-small" else {"epochs": 2 / 135}
+    monkeypatch.setattr(recipes, "HELD_OUT", 12)
+    pixels = torch.randint(0, 256, (40, 3, 32, 32), dtype=torch.uint8, generator=generator(0, 0))
+    images = Images(pixels, torch.arange(40) % 10)
+    size = {"examples": 8} if name == "cifar10-small" else {"epochs": 2 / 10}
     model = follow(name, images, tmp_path / "run", batch=4, threads=1, **size)
     assert "step 2/2" in (tmp_path / "run" / "log.txt").read_text()
     card = export(name, model, tmp_path)
@@ -245,7 +247,7 @@ def test_a_score_learns_the_digits(digits, tmp_path):
     assert after[0.1] < 0.5 * before[0.1]
     assert after[0.2] < 0.5 * before[0.2]
     assert (tmp_path / "denoised.png").is_file()
-    assert "ε-error 0.005:" in (tmp_path / "log.txt").read_text()
+    assert "ε-error 0.01:" in (tmp_path / "log.txt").read_text()
 
 
 class DigitNet(nn.Sequential):

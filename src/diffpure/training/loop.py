@@ -15,6 +15,8 @@ from __future__ import annotations
 import copy
 import math
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -94,13 +96,13 @@ def train(
     loss: Loss,
     schedule: Schedule,
     run: Run,
-    report: Callable[[nn.Module, int], str] | None = None,
+    report: Callable[[nn.Module], str] | None = None,
     console: Console | None = None,
 ) -> State:
     """Train `model` in place to the end of the run and return the averaged weights.
 
     An unfinished run in `run.folder` is continued. `report` is called with the averaged model at every checkpoint and
-    its sentence goes into the log. An interrupt from the keyboard saves before it leaves.
+    its sentence goes into the log. An interrupt from the keyboard is obeyed, and saved, at the end of the step.
     """
     average = {name: value.detach().clone() for name, value in model.state_dict().items()}
     rates = [group["lr"] for group in optimiser.param_groups]
@@ -108,39 +110,48 @@ def train(
     step = restore(file, model, average, optimiser) if file and file.is_file() else 0
     log = _Log(run.folder / "log.txt" if run.folder else None)
     saved = time.monotonic()
-
-    def save() -> None:
-        if file:
-            checkpoint(file, step, model, average, optimiser)
-
-    with Workers(model, loss, run.threads) as workers, _bar(console) as bar:
+    with Workers(model, loss, run.threads) as workers, _bar(console) as bar, _interrupts() as interrupts:
         task = bar.add_task("training", total=run.steps, completed=step, loss="–")
-        try:
-            while step < run.steps:
-                factor = schedule(step / run.steps)
-                for group, rate in zip(optimiser.param_groups, rates, strict=True):
-                    group["lr"] = rate * factor
-                value = workers.gradient(*batch(step))
-                if not math.isfinite(value):
-                    raise FloatingPointError("The training loss is not finite; lower the learning rate.")
-                if run.clip is not None:
-                    nn.utils.clip_grad_norm_(model.parameters(), run.clip)
-                optimiser.step()
-                step += 1
-                _average(average, model, min(run.decay, step / (step + 10)))
-                if step % run.log_steps == 0 or step == run.steps:
-                    log(f"step {step}/{run.steps} loss {value:.5f} lr {factor:.4f}")
-                    bar.update(task, completed=step, loss=f"{value:.4f}")
-                if time.monotonic() - saved > run.checkpoint_seconds or step == run.steps:
-                    save()
-                    if report:
-                        with averaged(model, average):
-                            log(f"step {step}/{run.steps} {report(model, step)}")
-                    saved = time.monotonic()
-        except KeyboardInterrupt:
-            save()
-            raise
+        while step < run.steps:
+            factor = schedule(step / run.steps)
+            for group, rate in zip(optimiser.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+            value = workers.gradient(*batch(step))
+            if not math.isfinite(value):
+                raise FloatingPointError("The training loss is not finite; lower the learning rate.")
+            if run.clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), run.clip)
+            optimiser.step()
+            step += 1
+            _average(average, model, min(run.decay, step / (step + 10)))
+            if step % run.log_steps == 0 or step == run.steps:
+                log(f"step {step}/{run.steps} loss {value:.5f} lr {factor:.4f}")
+                bar.update(task, completed=step, loss=f"{value:.4f}")
+            due = time.monotonic() - saved > run.checkpoint_seconds or step == run.steps
+            if file and (due or interrupts):
+                checkpoint(file, step, model, average, optimiser)
+            if interrupts:
+                raise KeyboardInterrupt
+            if due:
+                saved = time.monotonic()
+                if report:
+                    with averaged(model, average):
+                        log(f"step {step}/{run.steps} {report(model)}")
     return average
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Interrupts from the keyboard, collected instead of raised; only the main thread can do so."""
+    pressed: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield pressed
+        return
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @final

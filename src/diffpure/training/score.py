@@ -27,7 +27,7 @@ from diffpure.scores.base import EpsilonScore
 from diffpure.sde import Schedule, over
 from diffpure.training.loop import Run, State, batch_indices, cosine, generator, train
 
-TIMES: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
+TIMES: Final = (0.01, 0.02, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3)
 WEIGHTINGS: Final[dict[str, Callable[[Schedule, Tensor], Tensor]]] = {
     "epsilon": lambda sde, t: torch.ones_like(t),  # every time counts alike in units of its noise
     "edm": lambda sde, t: 1 + 4 * torch.exp(-2 * sde.log_snr(t)),  # (σ² + σ_d²)/σ_d²: the network's own error
@@ -80,12 +80,12 @@ def train_score(
         error = (replica.epsilon(replica.sde.diffuse(x0, t, eps), t) - eps).square().mean((1, 2, 3))
         return (over(weight(replica.sde, t), error) * error).mean()
 
-    def report(averaged: nn.Module, step: int) -> str:
+    def report(averaged: nn.Module) -> str:
         assert isinstance(averaged, EpsilonScore)
         assert validation
         if folder:
             picture(averaged, validation).save(folder / "denoised.png")
-        errors = epsilon_error(averaged, validation)
+        errors = epsilon_error(averaged, validation, TIMES[::2])
         return "ε-error " + " ".join(f"{t:g}:{error:.4f}" for t, error in errors.items())
 
     run = Run(
