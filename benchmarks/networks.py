@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from diffpure.checkpoints import frozen
 from diffpure.scores.ddpm import DDPMUNet
 from diffpure.scores.ddpmpp import DDPMpp
 from diffpure.scores.guided import GuidedUNet
@@ -66,11 +67,6 @@ PAIRS = {
         ),
     ),
 }  # fmt: skip
-
-
-def ready(network: nn.Module) -> nn.Module:
-    fast: nn.Module = network.eval().requires_grad_(False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return fast
 
 
 def output(network: nn.Module, x: Tensor, steps: Tensor) -> Tensor:
@@ -124,7 +120,7 @@ def row(name: str, pair: Pair, rounds: int, batch: int) -> str:
     """One line of the table."""
     x, steps = torch.randn(batch, 3, pair.size, pair.size), torch.arange(batch)
     x = x.contiguous(memory_format=torch.channels_last)
-    ours, theirs, plain = ready(pair.ours()), ready(unet2d(pair.theirs)), pair.ours().eval().requires_grad_(False)
+    ours, theirs, plain = frozen(pair.ours()), frozen(unet2d(pair.theirs)), pair.ours().eval().requires_grad_(False)
     our_work, their_work = multiply_adds(ours, x, steps), multiply_adds(theirs, x, steps)
     fast = forward(ours, x, steps)
     t = medians(

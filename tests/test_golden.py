@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from diffpure.checkpoints import LAYOUTS, load_state, read
+from diffpure.checkpoints import LAYOUTS, frozen, load_state, read
 from diffpure.classifiers.attributes import AttributeClassifier, AttributeNet
 from diffpure.classifiers.resnet import CifarResNet, ImageNetResNet
 from diffpure.classifiers.vit import VisionTransformer
@@ -43,46 +43,48 @@ def hf_score(config: Config) -> HFScore:
     return HFScore(unet2d(config), size=config["sample_size"], channels=config["in_channels"])
 
 
-# The beginning of a file's name says which network it is: the raw network, and the score model around it.
+# A key that only this network has, and how it is built: the raw network, and the score model around it.
 NETWORKS: dict[str, Callable[[Config], nn.Module]] = {
-    "ncsnpp": DDPMpp.from_config,
-    "guided": GuidedUNet.from_config,
-    "ddpm": DDPMUNet.from_config,
-    "hf": unet2d,
-    "wrn": WideResNet.from_config,
-    "dm_wrn": DMWideResNet.from_config,
-    "cifar_resnet": CifarResNet.from_config,
-    "tv_": ImageNetResNet.from_config,
-    "deit": VisionTransformer.from_config,
-    "attribute": AttributeNet.from_config,
+    "all_modules.0.weight": DDPMpp.from_config,
+    "input_blocks.0.0.weight": GuidedUNet.from_config,
+    "temb.dense.0.weight": DDPMUNet.from_config,
+    "time_embedding.linear_1.weight": unet2d,
+    "block1.layer.0.conv1.weight": WideResNet.from_config,
+    "init_conv.weight": DMWideResNet.from_config,
+    "linear.weight": CifarResNet.from_config,
+    "layer1.0.downsample.0.weight": ImageNetResNet.from_config,
+    "cls_token": VisionTransformer.from_config,
+    "lod_in": AttributeNet.from_config,
 }
 SCORES: dict[str, Callable[[Config], EpsilonScore]] = {
-    "ncsnpp": DDPMppScore.from_config,
-    "guided": GuidedScore.from_config,
-    "ddpm": DDPMScore.from_config,
-    "hf": hf_score,
+    "all_modules.0.weight": DDPMppScore.from_config,
+    "input_blocks.0.0.weight": GuidedScore.from_config,
+    "temb.dense.0.weight": DDPMScore.from_config,
+    "time_embedding.linear_1.weight": hf_score,
 }
-
-
-def family(name: str) -> str:
-    """The network a file is for."""
-    return next(prefix for prefix in NETWORKS if name.startswith(prefix))
-
-
-def names(kind: str, among: Mapping[str, object] = NETWORKS) -> list[str]:
-    """The files of a kind for these networks, without the checkpoint containers, which hold no plain state."""
-    found = (path.name.removesuffix(f".{kind}.json") for path in sorted(FOLDER.glob(f"*.{kind}.json")))
-    return [name for name in found if name.startswith(tuple(among)) and "checkpoint" not in name]
-
-
-def giving(tensor: str) -> list[str]:
-    """The small diffusion networks whose file holds a tensor."""
-    return [name for name in names("small", SCORES) if tensor in record(name, "small")["tensors"]]
 
 
 def record(name: str, kind: str) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((FOLDER / f"{name}.{kind}.json").read_text())
     return content
+
+
+def names(kind: str) -> list[str]:
+    """The files of a kind that describe a network by its state dict."""
+    found = (path.name.removesuffix(f".{kind}.json") for path in sorted(FOLDER.glob(f"*.{kind}.json")))
+    return [name for name in found if "state_dict" in record(name, kind)]
+
+
+def family(name: str, kind: str) -> str:
+    """The network a file is for, told by its keys."""
+    keys = {key for key, _, _ in record(name, kind)["state_dict"]}
+    return next(marker for marker in NETWORKS if marker in keys)
+
+
+def giving(tensor: str) -> list[str]:
+    """The small diffusion networks whose file holds a tensor."""
+    scores = [name for name in names("small") if family(name, "small") in SCORES]
+    return [name for name in scores if tensor in record(name, "small")["tensors"]]
 
 
 def small(name: str) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
@@ -95,9 +97,9 @@ def small(name: str) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tenso
 def built(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """The raw network of a golden file in channels-last, as users run it, and the file's tensors."""
     about, tensors, state = small(name)
-    network = build(NETWORKS[family(name)], about["config"])
+    network = build(NETWORKS[family(name, "small")], about["config"])
     load_state(network, state, name)
-    return network.eval().requires_grad_(False).to(memory_format=torch.channels_last), tensors  # type: ignore[call-overload]
+    return frozen(network), tensors
 
 
 def build(make: Callable[[Config], Any], config: Config) -> Any:
@@ -108,7 +110,7 @@ def build(make: Callable[[Config], Any], config: Config) -> Any:
 
 def score_of(name: str) -> tuple[EpsilonScore, dict[str, Tensor]]:
     network, tensors = built(name)
-    score = build(SCORES[family(name)], record(name, "small")["config"])
+    score = build(SCORES[family(name, "small")], record(name, "small")["config"])
     score.network = network
     return score, tensors
 
@@ -120,11 +122,15 @@ def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     assert error <= tolerance * max(1.0, expected.abs().max().item()), f"off by {error:.1e}"
 
 
+def test_golden_files_are_there() -> None:
+    assert names("full") or names("small"), f"{FOLDER} holds no golden file"
+
+
 @pytest.mark.parametrize("name", names("full"))
 def test_golden_full_size_keys(name: str) -> None:
     about = record(name, "full")
     with torch.device("meta"):
-        network = build(NETWORKS[family(name)], about["config"])
+        network = build(NETWORKS[family(name, "full")], about["config"])
     ours = [[key, list(value.shape), str(value.dtype)[6:]] for key, value in network.state_dict().items()]
     assert ours == about["state_dict"]
     assert sum(p.numel() for p in network.parameters()) == about["num_parameters"]
@@ -191,8 +197,8 @@ def test_golden_ancestral_step(name: str) -> None:
     assert isinstance(score.sde, VPSDE)
     chain = score.sde.discrete(getattr(score, "steps", 1000))
     x, i, noise = tensors["input/x"], tensors["input/t"], tensors["input/p_noise"]
-    step = learned_step if isinstance(score, GuidedScore) else fixed_small_step
-    results = step(score, chain, x, i)
+    learned = isinstance(score, GuidedScore)
+    results = learned_step(score, chain, x, i) if learned else fixed_small_step(score, chain, x, i)
     for key, value in results.items():
         if f"output/p_{key}" in tensors:
             close(value, tensors[f"output/p_{key}"], 1e-3 if key == "pred_xstart" else 5e-5)
@@ -201,7 +207,7 @@ def test_golden_ancestral_step(name: str) -> None:
     close(sample, tensors["output/p_sample"], 5e-5)
 
 
-def learned_step(score: GuidedScore, chain: DiscreteVP, x: Tensor, i: Tensor) -> dict[str, Tensor]:
+def learned_step(score: Any, chain: DiscreteVP, x: Tensor, i: Tensor) -> dict[str, Tensor]:
     """The posterior mean of the clipped x0, with the learned variance."""
     eps, log_variance = score.epsilon_and_log_variance(x, i)
     alpha_bar, before = chain.alpha_bar(i), chain.alpha_bar(i - 1)
@@ -222,7 +228,7 @@ def fixed_small_step(score: EpsilonScore, chain: DiscreteVP, x: Tensor, i: Tenso
     return {"mean": mean, "log_variance": over(variance.log(), x).expand_as(x)}
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("ncsnpp_checkpoint*.small.pth")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.small.pth")), ids=lambda path: path.name)
 def test_golden_checkpoint_gives_the_moving_average(path: Path) -> None:
     name = path.name.removesuffix(".small.pth")
     about, tensors = record(name, "small"), load_file(FOLDER / f"{name}.small.safetensors")
@@ -234,7 +240,7 @@ def test_golden_checkpoint_gives_the_moving_average(path: Path) -> None:
         assert (y - tensors["output/y_raw_model"]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("name", names("full", {"hf": None}))
+@pytest.mark.parametrize("name", [name for name in names("full") if "state_dict_legacy_names" in record(name, "full")])
 def test_golden_legacy_attention_names(name: str) -> None:
     about = record(name, "full")
     legacy = dict(about["state_dict_legacy_names"])
