@@ -87,6 +87,86 @@ def test_ddpm_is_the_unet_of_diffusers_at_equal_cost() -> None:
     assert our_cost.get_total_flops() == their_cost.get_total_flops()
 
 
+GUIDED = {
+    "image_size": 32, "num_channels": 32, "num_res_blocks": 2, "num_heads": 4, "num_head_channels": 32,
+    "channel_mult": "1,2,3", "learn_sigma": True, "use_fp16": False,
+}  # fmt: skip
+RESIDUAL = {
+    "in_layers.0": "norm1", "in_layers.2": "conv1", "emb_layers.1": "time_emb_proj", "out_layers.0": "norm2",
+    "out_layers.3": "conv2", "skip_connection": "conv_shortcut",
+}  # fmt: skip
+
+
+def guided_places(levels: int, blocks: int) -> dict[str, str]:
+    """Diffusers' name of each part of guided diffusion."""
+    places = {
+        "time_embed.0": "time_embedding.linear_1", "time_embed.2": "time_embedding.linear_2", "out.0": "conv_norm_out",
+        "out.2": "conv_out", "input_blocks.0.0": "conv_in", "middle_block.0": "mid_block.resnets.0",
+        "middle_block.1": "mid_block.attentions.0", "middle_block.2": "mid_block.resnets.1",
+    }  # fmt: skip
+    n = 1
+    for level in range(levels):
+        for i in range(blocks):
+            places[f"input_blocks.{n}.0"] = f"down_blocks.{level}.resnets.{i}"
+            places[f"input_blocks.{n}.1"] = f"down_blocks.{level}.attentions.{i}"
+            n += 1
+        places[f"input_blocks.{n}.0"] = f"down_blocks.{level}.downsamplers.0"
+        n += 1
+    for n in range(levels * (blocks + 1)):
+        up, i = divmod(n, blocks + 1)
+        places[f"output_blocks.{n}.0"] = f"up_blocks.{up}.resnets.{i}"
+        places[f"output_blocks.{n}.1"] = f"up_blocks.{up}.attentions.{i}"
+        places[f"output_blocks.{n}.2"] = f"up_blocks.{up}.upsamplers.0"
+    return places
+
+
+def guided_as_diffusers(network: GuidedUNet, places: dict[str, str], head: int) -> dict[str, Tensor]:
+    """The state of a guided UNet under the names of diffusers, q, k and v taken apart head by head."""
+    renamed: dict[str, Tensor] = {}
+    for key, value in network.state_dict().items():
+        part = max((place for place in places if key.startswith(f"{place}.")), key=len)
+        there, rest = places[part], key.removeprefix(f"{part}.")
+        if rest.startswith("in_layers") and ".attentions." in there:  # an up block without attention ends in `.1`
+            there = there.split(".attentions.")[0] + ".upsamplers.0"
+        for ours, theirs in RESIDUAL.items():
+            rest = rest.replace(ours, theirs)
+        if rest.startswith("qkv"):
+            heads = value.reshape(-1, 3, head, *value.shape[1:2]).transpose(0, 1)
+            for name, tensor in zip("qkv", heads, strict=True):
+                renamed[f"{there}.to_{name}.{rest[4:]}"] = tensor.reshape(-1, *value.shape[1:2])
+        elif ".attentions." in there:
+            rest = rest.replace("proj_out", "to_out.0").replace("norm", "group_norm")
+            renamed[f"{there}.{rest}"] = value.squeeze(-1) if value.ndim == 3 else value
+        else:
+            renamed[f"{there}.{rest}"] = value
+    return renamed
+
+
+@pytest.mark.parametrize("resolutions", ["16,8", "8"])
+def test_guided_diffusion_is_the_adm_unet_of_diffusers_at_equal_cost(resolutions: str) -> None:
+    pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    ours = GuidedUNet.from_config({**GUIDED, "attention_resolutions": resolutions}).eval()
+    attends = [str(32 // 2**level) in resolutions.split(",") for level in range(3)]
+    down = ["AttnDownBlock2D" if attend else "ResnetDownsampleBlock2D" for attend in attends]
+    up = ["AttnUpBlock2D" if attend else "ResnetUpsampleBlock2D" for attend in reversed(attends)]
+    theirs = unet2d({
+        "sample_size": 32, "in_channels": 3, "out_channels": 6, "block_out_channels": [32, 64, 96],
+        "layers_per_block": 2, "down_block_types": down, "up_block_types": up, "norm_num_groups": 32,
+        "norm_eps": 1e-5, "attn_norm_num_groups": 32, "flip_sin_to_cos": True, "freq_shift": 0,
+        "attention_head_dim": 32, "downsample_type": "resnet", "upsample_type": "resnet",
+        "resnet_time_scale_shift": "scale_shift",
+    }).eval()  # fmt: skip
+    theirs.load_state_dict(guided_as_diffusers(ours, guided_places(3, 2), 32))
+    x, steps = noisy(size=32), torch.tensor([3, 700])
+    with FlopCounterMode(display=False) as our_cost:
+        y = ours(x, steps)
+    with FlopCounterMode(display=False) as their_cost:
+        expected = theirs(x, steps).sample
+    assert (y - expected).abs().max() < 1e-5
+    assert our_cost.get_total_flops() == their_cost.get_total_flops()
+
+
 @pytest.mark.parametrize("make", [ddpm, ddpmpp, guided])
 def test_double_precision_and_memory_layout_change_nothing(make: Any) -> None:
     network, x, labels = make(), noisy(), torch.tensor([3, 40])
