@@ -126,7 +126,7 @@ def guided_as_diffusers(network: GuidedUNet, places: dict[str, str], head: int) 
     for key, value in network.state_dict().items():
         part = max((place for place in places if key.startswith(f"{place}.")), key=len)
         there, rest = places[part], key.removeprefix(f"{part}.")
-        if rest.startswith("in_layers") and ".attentions." in there:  # an up block without attention ends in `.1`
+        if ".attentions." in there and "_layers" in rest:  # without attention the up block is the second one
             there = there.split(".attentions.")[0] + ".upsamplers.0"
         for ours, theirs in RESIDUAL.items():
             rest = rest.replace(ours, theirs)
