@@ -25,7 +25,7 @@ from diffpure.scores.guided import GuidedScore
 def load_score(name: str | Path, *, like: str | None = None, half: bool = False) -> EpsilonScore:
     """A frozen score model by name, path or hub repository.
 
-    like: the model a file is read as, where its name does not say, by the name of its card.   half: the blocks' convolutions in
+    like: the card of the model a file is read as, where its name does not say.   half: the blocks' convolutions in
     float16, as guided diffusion runs them.
     """
     score = frozen(_find(name, like))
