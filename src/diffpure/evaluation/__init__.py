@@ -1,0 +1,1 @@
+"""Honest evaluation: rows first, every number a view of them, and a run that can be killed and checked."""

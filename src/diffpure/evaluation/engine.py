@@ -1,0 +1,189 @@
+"""Where the units of an evaluation are computed: in this process, or as tasks on a Ray cluster.
+
+An engine is given units and gives back what they found, in any order. Seeds belong to images and the batch plan to the
+run, so every engine gives the same rows. Ray is imported only when its engine is used; it runs a task again when the
+worker that held it is lost.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol, final
+
+import torch
+from torch import Tensor, nn
+
+from diffpure.attacks import Run
+from diffpure.errors import InputError
+from diffpure.evaluation.units import Batch, Done, Job, Unit, compute, device_of
+
+Step = Callable[[Unit, int, int], None]  # (unit, step, of)
+Save = Callable[[Unit, Run], None]
+Resume = Callable[[Unit], Run | None]
+
+
+@final
+@dataclass(frozen=True)
+class Work:
+    """What is to be done: the job, its images and their places, the units that are missing, and how to keep an attack
+    under way (`save`, `resume`) where the engine can."""
+
+    job: Job
+    images: Tensor
+    labels: Tensor
+    places: tuple[int, ...]
+    units: Sequence[Unit]
+    save: Save | None = None
+    resume: Resume | None = None
+
+    def batch(self, unit: Unit) -> Batch:
+        """The images of a unit, where they lie."""
+        part = slice(unit.start, unit.stop)
+        return Batch(self.images[part], self.labels[part], self.places[part])
+
+
+class Engine(Protocol):
+    """Computes units and yields what they found as they are done."""
+
+    def run(self, work: Work, on_step: Step) -> Iterator[Done]:
+        """The results of all units, in any order."""
+
+
+@final
+@dataclass(frozen=True)
+class Local:
+    """One unit after the other in this process; an attack under way is saved every `save_every` seconds."""
+
+    save_every: float = 60.0
+
+    def run(self, work: Work, on_step: Step) -> Iterator[Done]:
+        """The results in the order of the units."""
+        for unit in work.units:
+            yield self._compute(work, unit, on_step)
+
+    def _compute(self, work: Work, unit: Unit, on_step: Step) -> Done:
+        saved = time.monotonic()
+        latest: Run | None = None
+
+        def after(run: Run) -> None:
+            nonlocal saved, latest
+            latest = run
+            on_step(unit, run.step, run.steps)
+            if work.save is not None and time.monotonic() - saved > self.save_every:
+                work.save(unit, run)
+                saved = time.monotonic()
+
+        batch = on_device(work.batch(unit), device_of(work.job.model))
+        try:
+            return compute(work.job, unit, batch, after, work.resume(unit) if work.resume is not None else None)
+        except KeyboardInterrupt:
+            if work.save is not None and latest is not None:
+                work.save(unit, latest)
+            raise
+
+
+@final
+@dataclass(frozen=True)
+class Ray:
+    """Units as tasks of a Ray cluster: the one at `address`, or one on this machine.
+
+    cpus, gpus: what a task reserves.   workers: the size of a cluster on this machine, in tasks; as many as it has
+    CPUs for by default.   retries: how often a task is run again when its worker is lost.
+    """
+
+    address: str | None = None
+    cpus: float = 1.0
+    gpus: float = 0.0
+    workers: int | None = None
+    retries: int = 5
+
+    def run(self, work: Work, on_step: Step) -> Iterator[Done]:
+        """The results as they come; so many tasks are under way that no worker waits, and no more."""
+        ray = _ray()
+        started = self._connect(ray)
+        try:
+            remote = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, max_retries=self.retries)(_task)
+            job, threads = ray.put(work.job), torch.get_num_threads()
+            waiting = list(reversed(work.units))
+            running: dict[Any, Unit] = {}
+            while waiting or running:
+                while waiting and len(running) < self._window(ray):
+                    unit = waiting.pop()
+                    running[remote.remote(job, unit, work.batch(unit), threads, self.gpus > 0)] = unit
+                ready, _ = ray.wait(list(running), num_returns=1)
+                for reference in ready:
+                    unit = running.pop(reference)
+                    done = _result(ray, reference)
+                    on_step(unit, 1, 1)
+                    yield done
+        finally:
+            if started:
+                ray.shutdown()
+
+    def _connect(self, ray: Any) -> bool:
+        """Join or start a cluster; True if it is ours to shut down."""
+        if ray.is_initialized():
+            return False
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        own: dict[str, Any] = {"include_dashboard": False}
+        if self.workers is not None:
+            own["num_cpus"] = max(1, round(self.workers * self.cpus))
+        try:
+            ray.init(**({"address": self.address} if self.address else own), log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            what = f"the Ray cluster at {self.address}" if self.address else "a Ray cluster on this machine"
+            raise InputError(f"There is no way to reach {what} ({str(error).splitlines()[0]}).") from error
+        return True
+
+    def _window(self, ray: Any) -> int:
+        """How many tasks to have under way: two for every place there is."""
+        resources = ray.cluster_resources()
+        places = resources.get("CPU", 1) / self.cpus if self.cpus else 1.0
+        if self.gpus:
+            places = min(places, resources.get("GPU", 0) / self.gpus)
+            if places < 1:
+                raise InputError(
+                    f"A task wants {self.gpus:g} GPUs, but the Ray cluster has {resources.get('GPU', 0):g}."
+                )
+        return max(2, int(2 * places))
+
+
+def _ray() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise InputError('The Ray engine needs Ray; install it with `pip install "diffpure[ray]"`.') from error
+
+
+def _task(job: Job, unit: Unit, batch: Batch, threads: int, gpu: bool) -> Done:
+    """One unit in a worker, with the driver's number of threads: another number may round differently."""
+    torch.set_num_threads(threads)
+    device = torch.device("cuda" if gpu else "cpu")
+    if isinstance(job.model, nn.Module) and device_of(job.model) != device:
+        job = replace(job, model=job.model.to(device))
+    return compute(job, unit, on_device(batch, device))
+
+
+def _result(ray: Any, reference: Any) -> Done:
+    try:
+        done: Done = ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, InputError):
+            raise error.cause from None
+        raise
+    except ray.exceptions.RayError as error:
+        raise InputError(f"A Ray worker was lost too often ({type(error).__name__}); run it again to go on.") from error
+    return done
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch on a device."""
+    return replace(batch, x=batch.x.to(device), y=batch.y.to(device))
+
+
+ENGINES: Final[dict[str, type[Local] | type[Ray]]] = {"local": Local, "ray": Ray}

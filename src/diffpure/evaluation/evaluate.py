@@ -1,0 +1,333 @@
+"""`evaluate`: how many images a model still classifies correctly once each attack has done its worst.
+
+The evaluation trusts nobody. It builds every adversarial image from the perturbation that an attack returned, checks
+the budget itself, judges with draws that the attack never saw, and appends a row before it goes on: a run that is
+killed goes on where it was, and ends with the same rows.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from diffpure import __version__
+from diffpure.attacks import EOT, Attack, Run
+from diffpure.attacks.losses import Model
+from diffpure.errors import InputError
+from diffpure.evaluation import checks
+from diffpure.evaluation.describe import brief, describe, digest, stable, weight_hashes
+from diffpure.evaluation.engine import Engine, Local, Work
+from diffpure.evaluation.estimate import Calibration, Estimate, available_memory, calibrate, estimate, weight
+from diffpure.evaluation.results import CLEAN, DEFAULT_RULES, SUMMARY, Result, Row, Rule, ordered
+from diffpure.evaluation.spec import named
+from diffpure.evaluation.store import IMAGES, STATE, Store, read_tensors
+from diffpure.evaluation.units import Job, Seeded, Unit, device_of, plan, slug
+from diffpure.threats import ThreatModel
+from diffpure.validate import check_images, check_labels
+
+FORMAT: Final = 1
+
+
+@final
+@dataclass(frozen=True)
+class Tick:
+    """Where a run is: rows written of all, the share of the work done, and the attack under way with its step."""
+
+    rows: int
+    total: int
+    share: float
+    attack: str
+    seed: int
+    images: tuple[int, int]  # the first and the last image under way
+    step: int
+    steps: int
+
+
+Progress = Callable[[Tick], None]
+
+
+def evaluate(
+    model: Model,
+    images: Tensor,
+    labels: Tensor,
+    threat: ThreatModel,
+    attacks: Attack | Sequence[Attack] | Mapping[str, Attack] = (),
+    *,
+    eot: EOT | int | None = None,
+    rules: Sequence[str | Rule] = DEFAULT_RULES,
+    seeds: Sequence[int] = (0,),
+    batch: int = 16,
+    rows: int | None = None,
+    memory: int | None = None,
+    places: Sequence[int] | None = None,
+    probe: int = 0,
+    out: str | Path | None = None,
+    engine: Engine | None = None,
+    progress: Progress | None = None,
+    on_estimate: Callable[[Estimate], None] | None = None,
+    name: str = "",
+    spec: Mapping[str, Any] | None = None,
+) -> Result:
+    """Evaluate a model under attacks; with `out`, a folder, it can be killed at any time and called again to go on.
+
+    model: images in [0, 1] to logits; one with `stochastic = True` is given `seeds=`, and one that is random without
+    saying so is run image by image with a seeded generator.   images (B, C, H, W) in [0, 1], labels (B,).
+    eot: draws for every attack that takes them.   rules: when an image counts as right.   seeds: repeat it all.
+    batch: images attacked together.   rows: images in one call of the model, else chosen to fit `memory` bytes (half
+    of what is free).   places: the images' places in their data, which name their noise.   probe: on how many images
+    the checks attack again, harder.   engine: `Local()` or `Ray(...)`.
+    """
+    ready = prepare(
+        model, images, labels, threat, attacks, eot=eot, rules=rules, seeds=seeds, batch=batch, rows=rows,
+        memory=memory, places=places, name=name, spec=spec,
+    )  # fmt: skip
+    if on_estimate is not None:
+        on_estimate(ready.estimate)
+    engine = Local() if engine is None else engine
+    if out is None:
+        found = [
+            row
+            for done in engine.run(_work(ready, ready.units, None), _ticker(ready, progress, []))
+            for row in done.rows
+        ]
+        return _result(ready, ready.header, found, _doubts(ready, found, probe))
+    with Store.open(out, ready.header) as store:
+        ready = ready.planned(store.header)
+        have = {row.key for row in store.rows}
+        units = [unit for unit in ready.units if not all(key in have for key in ready.keys(unit))]
+        for done in engine.run(_work(ready, units, store), _ticker(ready, progress, store.rows)):
+            if done.tensors:
+                store.save_tensors(f"{IMAGES}/{done.unit.file}", done.tensors)
+            store.append([row for row in done.rows if row.key not in have])
+            store.remove(STATE)
+        old = Path(out) / SUMMARY
+        if not units and old.is_file():
+            warnings = tuple(json.loads(old.read_text("utf-8"))["warnings"])
+        else:
+            warnings = _doubts(ready, store.rows, probe)
+        result = _result(ready, store.header, store.rows, warnings)
+        store.save_summary(result.summary())
+    return result
+
+
+@final
+@dataclass(frozen=True)
+class Ready:
+    """An evaluation that has passed every check and has been calibrated, but not begun."""
+
+    job: Job
+    images: Tensor
+    labels: Tensor
+    header: dict[str, Any]
+    calibration: Calibration
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The images' places in their data."""
+        return tuple(self.header["images"])
+
+    @property
+    def units(self) -> list[Unit]:
+        """All units of the run."""
+        return plan(len(self.images), self.header["batch"], tuple(self.job.attacks), self.header["seeds"])
+
+    @property
+    def estimate(self) -> Estimate:
+        """What the whole run costs."""
+        return estimate(self.job, self.calibration, len(self.images), len(self.header["seeds"]))
+
+    def planned(self, header: Mapping[str, Any]) -> Ready:
+        """The same with the plan of the run that it goes on with."""
+        return replace(self, job=replace(self.job, rows=header["rows"]), header=dict(header))
+
+    def keys(self, unit: Unit) -> list[tuple[int, int, str]]:
+        """The keys of the rows of a unit."""
+        return [(unit.seed, place, unit.attack) for place in self.places[unit.start : unit.stop]]
+
+    def seconds(self, unit: Unit) -> float:
+        """How long a unit takes, by the calibration."""
+        attack = self.job.attacks.get(unit.attack)
+        return weight(self.job, self.calibration, attack) * (unit.stop - unit.start)
+
+
+def prepare(
+    model: Model,
+    images: Tensor,
+    labels: Tensor,
+    threat: ThreatModel,
+    attacks: Attack | Sequence[Attack] | Mapping[str, Attack] = (),
+    *,
+    eot: EOT | int | None = None,
+    rules: Sequence[str | Rule] = DEFAULT_RULES,
+    seeds: Sequence[int] = (0,),
+    batch: int = 16,
+    rows: int | None = None,
+    memory: int | None = None,
+    places: Sequence[int] | None = None,
+    name: str = "",
+    spec: Mapping[str, Any] | None = None,
+) -> Ready:
+    """Check everything, calibrate, and write the header; arguments as for `evaluate`."""
+    check_images(images)
+    check_labels(labels, len(images))
+    chosen = places if places is not None else range(len(images))
+    if len(set(chosen)) != len(images) or not seeds or not rules or batch < 1 or (rows is not None and rows < 1):
+        raise InputError("evaluate needs one place an image, a seed, a rule, and a batch and rows of at least 1.")
+    _refuse_training(model)
+    device = device_of(model)
+    probe = images[:2].to(device)
+    if not getattr(model, "stochastic", False) and checks.is_random(model, probe):
+        model = Seeded(model)
+    by_name = {key: _with_eot(attack, eot) for key, attack in _by_name(attacks).items()}
+    job = Job(model, threat, by_name, tuple(Rule.parse(rule) for rule in rules), rows or 1)
+    wants_gradient = any(attack.price().gradients for attack in by_name.values())
+    calibration = calibrate(model, probe, gradient=wants_gradient)
+    check_labels(labels, len(images), calibration.classes)
+    fitting = calibration.rows(available_memory(device) if memory is None else memory) if rows is None else rows
+    job = replace(job, rows=fitting, calls=calibration.calls)
+    header = {
+        "format": FORMAT,
+        "name": name,
+        "spec": spec,
+        "model": describe(model),
+        "weights": weight_hashes(model),
+        "data": digest([images, labels]),
+        "images": [int(place) for place in chosen],
+        "threat": brief(threat),
+        "attacks": {key: stable(attack) for key, attack in by_name.items()},
+        "rules": [str(rule) for rule in job.rules],
+        "seeds": [int(seed) for seed in seeds],
+        "batch": batch,
+        "rows": fitting,
+        "calls": list(calibration.calls),
+        "versions": {"diffpure": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "machine": {"device": str(device), "processor": platform.machine(), "threads": torch.get_num_threads()},
+    }
+    return Ready(job, images, labels, json.loads(json.dumps(header)), calibration)
+
+
+def _by_name(attacks: Attack | Sequence[Attack] | Mapping[str, Attack]) -> dict[str, Attack]:
+    if isinstance(attacks, Attack):
+        attacks = (attacks,)
+    out = dict(attacks) if isinstance(attacks, Mapping) else named(attacks)
+    for name, attack in out.items():
+        if not isinstance(attack, Attack) or name == CLEAN:
+            raise InputError(
+                f"Attacks are `diffpure.attacks` values and none is called {CLEAN!r}, got {name}: {attack}."
+            )
+    if len({slug(name) for name in out}) < len(out):
+        raise InputError(f"The names of the attacks are too much alike: {', '.join(out)}.")
+    return out
+
+
+def _with_eot(attack: Attack, eot: EOT | int | None) -> Attack:
+    if eot is None or not hasattr(attack, "eot"):
+        return attack
+    return replace(attack, eot=EOT(eot) if isinstance(eot, int) else eot)  # type: ignore[call-arg]
+
+
+def _refuse_training(model: Model) -> None:
+    if isinstance(model, nn.Module):
+        for module in model.modules():
+            random = isinstance(module, nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd)
+            if random and module.training:
+                raise InputError("The model is in training mode; call its eval() before it is evaluated.")
+
+
+# ---------------------------------------------------------------------------------------------------- the run itself
+
+
+def _work(ready: Ready, units: Sequence[Unit], store: Store | None) -> Work:
+    work = Work(ready.job, ready.images, ready.labels, ready.places, units)
+    if store is None:
+        return work
+
+    def save(unit: Unit, run: Run) -> None:
+        store.save_tensors(STATE, run.tensors(), {"unit": repr(unit)})
+
+    def resume(unit: Unit) -> Run | None:
+        return _saved_run(store.folder / STATE, unit)
+
+    return replace(work, save=save, resume=resume)
+
+
+def _saved_run(path: Path, unit: Unit) -> Run | None:
+    """The attack that was under way in this unit, if it was saved."""
+    if not path.is_file():
+        return None
+    with safe_open(path, "pt") as file:
+        if (file.metadata() or {}).get("unit") != repr(unit):
+            return None
+    return Run.of(read_tensors(path))
+
+
+def _ticker(ready: Ready, progress: Progress | None, written: Sequence[Row]) -> Callable[[Unit, int, int], None]:
+    """What turns the steps of units into ticks; `written` grows as rows are stored."""
+    if progress is None:
+        return lambda unit, step, steps: None
+    total = sum(ready.seconds(unit) for unit in ready.units) or 1.0
+    have = {row.key for row in written}
+    finished = {unit for unit in ready.units if all(key in have for key in ready.keys(unit))}
+    spent = {unit: ready.seconds(unit) for unit in finished}
+
+    def tick(unit: Unit, step: int, steps: int) -> None:
+        spent[unit] = ready.seconds(unit) * step / max(steps, 1)
+        images = (ready.places[unit.start], ready.places[unit.stop - 1])
+        share = min(1.0, sum(spent.values()) / total)
+        count = len(ready.images) * len(ready.header["seeds"]) * (1 + len(ready.job.attacks))
+        progress(Tick(len(written), count, share, unit.attack, unit.seed, images, step, steps))
+
+    return tick
+
+
+def _result(ready: Ready, header: Mapping[str, Any], rows: Sequence[Row], warnings: tuple[str, ...]) -> Result:
+    return Result(header, ordered(rows, header), warnings)
+
+
+def _doubts(ready: Ready, rows: Sequence[Row], probe: int) -> tuple[str, ...]:
+    """The warnings of the checks: those that rows can tell, and with `probe` images those that must be asked."""
+    job, model = ready.job, ready.job.model
+    attacked = [row for row in rows if row.attack != CLEAN]
+    looks = sum(row.gradients // max(1, job.attacks[row.attack].ranking.draws) for row in attacked)
+    about = ready.header["model"]
+    found: list[str | None] = [
+        checks.approximate_gradient(about["gradient"], about["approximate"]),
+        checks.bad_gradients(sum(r.zero for r in attacked), sum(r.nonfinite for r in attacked), looks),
+        checks.budget_exceeded([row.within for row in attacked]),
+        *_deterministic(job),
+        *_black_box(job, rows),
+    ]
+    if probe:
+        device = device_of(model)
+        x, y = ready.images[:probe].to(device), ready.labels[:probe].to(device)
+        for name, attack in job.attacks.items():
+            found += [f"{name}: {text}" for text in checks.probe(attack, model, x, y, job.threat, range(len(x)))]
+    return checks.doubts(found)
+
+
+def _deterministic(job: Job) -> Iterator[str | None]:
+    for name, attack in job.attacks.items():
+        if text := checks.attacked_as_deterministic(job.stochastic, attack.ranking.draws):
+            yield f"{name}: {text}"
+
+
+def _black_box(job: Job, rows: Sequence[Row]) -> Iterator[str | None]:
+    """Black-box attacks against the best of the white-box ones, under the steadiest rule that there is."""
+    black = [name for name, attack in job.attacks.items() if not attack.price().gradients]
+    white = [name for name in job.attacks if name not in black]
+    rule = next((r for r in job.rules if r.kind in ("average", "majority")), job.rules[0])
+    lost = {row.key for row in rows if not rule.right(row)}
+    pairs = sorted({(row.seed, row.image) for row in rows})
+    for name in black if white else ():
+        left = [not any((*pair, other) in lost for other in white) for pair in pairs]
+        yield checks.black_box_beats_white_box(
+            left, [(*pair, name) not in lost for pair in pairs], random=job.stochastic
+        )

@@ -1,0 +1,155 @@
+"""A run on the disk: a folder that a kill at any moment leaves whole.
+
+    rows.jsonl       the header, then one line a row; appended, flushed, fsynced
+    adversarial/     a safetensors file a batch and attack: z, images, labels and the images' places in the data
+    summary.json     the rates, once the run is complete
+
+A row is written only after the file with its adversarial image. A line that a kill cut short is removed on opening;
+every other file appears whole (written beside its place, then renamed) or not at all. One process at a time writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Self, final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from diffpure.errors import InputError
+from diffpure.evaluation.files import one_sentence, write_whole
+from diffpure.evaluation.results import ROWS, SUMMARY, Row, read_rows
+
+IMAGES: Final = "adversarial"
+STATE: Final = "state.safetensors"
+# What fixes the rows of a run: a run goes on only where all of these are what they were.
+IDENTITY: Final = (
+    "format", "spec", "model", "weights", "data", "images", "threat", "attacks", "rules", "seeds", "batch",
+)  # fmt: skip
+
+
+@final
+class Store:
+    """An open run: its header, the rows it has, and the only way to add some."""
+
+    def __init__(self, folder: Path, header: Mapping[str, Any], rows: Sequence[Row], lock: int) -> None:
+        self.folder, self.header, self.rows = folder, header, list(rows)
+        self._lock = lock
+
+    @classmethod
+    def open(cls, folder: str | Path, header: Mapping[str, Any]) -> Self:
+        """Begin a run in a new folder, or go on with the one that has the same identity.
+
+        The header of the older run is kept: its batch plan is part of what makes the rows equal.
+        """
+        folder = Path(folder)
+        with one_sentence(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = _lock(folder)
+            try:
+                if not (folder / ROWS).exists():
+                    _refuse_foreign(folder)
+                    write_whole(folder / ROWS, (json.dumps({"header": header}) + "\n").encode())
+                _repair(folder / ROWS)
+                old, rows = read_rows(folder)
+                if differing := [key for key in IDENTITY if old.get(key) != header[key]]:
+                    raise InputError(
+                        f"{folder} holds another evaluation (its {differing[0]} differs); give a new folder."
+                    )
+                return cls(folder, old, rows, lock)
+            except BaseException:
+                os.close(lock)
+                raise
+
+    def append(self, rows: Sequence[Row]) -> None:
+        """Add rows; they are on the disk when this returns, or (a full disk) none of them is."""
+        path = self.folder / ROWS
+        data = "".join(row.line() + "\n" for row in rows).encode()
+        with one_sentence(self.folder), path.open("ab", buffering=0) as file:
+            before = os.fstat(file.fileno()).st_size
+            try:
+                while data:
+                    data = data[file.write(data) :]
+                os.fsync(file.fileno())
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.truncate(path, before)
+                raise
+        self.rows += rows
+
+    def save_tensors(self, name: str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
+        """Write tensors to a safetensors file of the run, whole or not at all."""
+        with one_sentence(self.folder):
+            (self.folder / name).parent.mkdir(exist_ok=True)
+            # Copies: the tensors of an attack's state may share their memory, which the format refuses.
+            plain = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}
+            write_whole(self.folder / name, save(plain, dict(about or {})))
+
+    def save_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write the rates beside the rows."""
+        with one_sentence(self.folder):
+            write_whole(self.folder / SUMMARY, (json.dumps(summary, indent=1) + "\n").encode())
+
+    def remove(self, name: str) -> None:
+        """Remove a file of the run if it is there."""
+        (self.folder / name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let another process write."""
+        os.close(self._lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file of a run."""
+    try:
+        return load_file(path)
+    except FileNotFoundError as error:
+        raise InputError(f"The file {path} is missing.") from error
+    except (SafetensorError, OSError, ValueError) as error:
+        raise InputError(f"The file {path} is damaged.") from error
+
+
+def _repair(path: Path) -> None:
+    """Remove what follows the last newline: the part of a line that a kill left."""
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        size = 0
+        for start in reversed(range(0, end, 1 << 16)):
+            file.seek(start)
+            if (at := file.read(1 << 16).rfind(b"\n", 0, end - start)) >= 0:
+                size = start + at + 1
+                break
+        if size < end:
+            file.truncate(size)
+            os.fsync(file.fileno())
+
+
+def _lock(folder: Path) -> int:
+    """Hold the folder for this process; the lock goes with it, however it ends."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise InputError(f"Another process is writing to {folder}; wait for it or give a new folder.") from error
+    return lock
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """A run begins in a folder that is empty but for the leftovers of a start that was killed."""
+    others = [entry.name for entry in folder.iterdir() if not entry.name.endswith(".part")]
+    if others:
+        raise InputError(f"{folder} holds other files ({others[0]}, …) and no run; give a new or empty folder.")
