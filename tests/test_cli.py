@@ -27,6 +27,7 @@ COMMANDS = [
     ["models", "fetch"],
     ["doctor"],
     ["purify"],
+    ["report"],
 ]
 runner = CliRunner()
 

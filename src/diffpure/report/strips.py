@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,17 @@ def save_strip(
     *,
     across: bool = False,
 ) -> None:
-    """Write a picture of stages, each (N, C, H, W) in about [0, 1], with a caption (text, right?) under each image.
+    """Write a picture of stages; see `strip_png`."""
+    file.write_bytes(strip_png(stages, captions, across=across))
+
+
+def strip_png(
+    stages: Mapping[str, NDArray[Any]],
+    captions: Mapping[str, Sequence[tuple[str, bool]]] | None = None,
+    *,
+    across: bool = False,
+) -> bytes:
+    """A PNG of stages, each (N, C, H, W) in about [0, 1], with a caption (text, right?) under each image.
 
     across: stages run from left to right, not from top to bottom.
     """
@@ -42,8 +53,10 @@ def save_strip(
                     text, right = captions[stage][column]
                     ax.set_xlabel(text, fontsize=8, color=RIGHT if right else WRONG, labelpad=2)
         row[0].set_title(stage, fontsize=9) if across else row[0].set_ylabel(stage, fontsize=9)
-    figure.savefig(file, dpi=150, facecolor="white")
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=150, facecolor="white")
     plt.close(figure)
+    return out.getvalue()
 
 
 def save_gif(file: Path, states: Sequence[NDArray[Any]], milliseconds: int = 250) -> None:

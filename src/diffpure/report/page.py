@@ -1,0 +1,170 @@
+"""One self-contained page about one or more runs: no network, light and dark, from a phone to a desk."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Final
+
+from diffpure.errors import unknown
+from diffpure.evaluation.results import CLEAN, MINIMUM, WORST
+from diffpure.report import plots, strips
+from diffpure.report.runs import COLUMNS, Run, flat, sweeps, verdicts
+
+TITLES: Final = {CLEAN: "no attack", WORST: "worst case per image", MINIMUM: "minimum of attacks (the paper's number)"}
+STYLE: Final = """
+:root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --soft: #f3f4f6; --line: #d5d9de; --warn: #fff4d6; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e9ed; --paper: #14171a; --soft: #1f2429; --line: #39414a; --warn: #4a3a0c; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 62rem; padding: 1rem; color: var(--ink); background: var(--paper);
+  font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+h1 { font-size: 1.6rem; margin: .5rem 0; } h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; }
+.warnings { background: var(--warn); border-radius: .5rem; padding: .75rem 1rem; margin: 1rem 0; }
+.warnings ul { margin: .25rem 0; padding-left: 1.2rem; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .92rem; min-width: 100%; }
+th, td { text-align: left; padding: .4rem .7rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
+td:first-child, th:first-child { white-space: normal; min-width: 7rem; }
+@media (max-width: 600px) { th, td { padding: .3rem .35rem; font-size: .8rem; } }
+th { background: var(--soft); } tr.total td { font-weight: 600; } .small { font-size: .85rem; opacity: .85; }
+figure { margin: 1rem 0; } img { max-width: 100%; height: auto; background: #fff; border-radius: .4rem; }
+details pre { background: var(--soft); padding: .75rem; border-radius: .4rem; white-space: pre-wrap; font-size: .8rem; }
+"""
+
+HEAD: Final = f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,"><title>diffpure report</title><style>{STYLE}</style></head>
+"""
+
+
+def html(runs: Sequence[Run]) -> str:
+    """The page."""
+    parts = [_warnings(runs)]
+    for run in runs:
+        parts += [_heading(run), _rates(run), _pictures(run), _cost(run)]
+    for axis, points in sweeps(runs).items():
+        parts.append(_figure(plots.png(plots.along(axis, points)), f"Accuracy against {axis}, 95 % intervals."))
+    if len(runs) > 1:
+        parts.append(_figure(plots.png(plots.trade_off(runs)), "Standard against robust accuracy, 95 % intervals."))
+    parts += [_provenance(run) for run in runs]
+    body = "\n".join(parts)
+    return f"{HEAD}<body><h1>How robust is it?</h1>\n{body}\n</body></html>\n"
+
+
+def _warnings(runs: Sequence[Run]) -> str:
+    several = len(runs) > 1
+    lines = [f"{run.name}: {text}" if several else text for run in runs for text in run.result.warnings]
+    if not lines:
+        return '<p class="small">No check raised a warning.</p>'
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f'<div class="warnings"><strong>Read this first</strong><ul>{items}</ul></div>'
+
+
+def _heading(run: Run) -> str:
+    header = run.result.header
+    model = header["model"]
+    gradient = f"{model['gradient']} gradient" + (" (approximate)" if model["approximate"] else "")
+    seeds = ", ".join(map(str, run.result.seeds))
+    line = f"{model['title']}; {header['threat']}; {len(header['images'])} images; {gradient}; seeds {seeds}"
+    return f"<h2>{escape(run.name)}</h2><p>{escape(line)}</p>"
+
+
+def _rates(run: Run) -> str:
+    rules = run.result.rules
+    head = "".join(f"<th>{escape(str(rule))}</th>" for rule in rules)
+    lines = []
+    for attack in (CLEAN, *run.result.attacks, WORST, MINIMUM):
+        cells = "".join(f"<td>{escape(str(run.result.rate(attack, rule)))}</td>" for rule in rules)
+        kind = ' class="total"' if attack in (WORST, MINIMUM) else ""
+        lines.append(f"<tr{kind}><td>{escape(TITLES.get(attack, attack))}</td>{cells}</tr>")
+    note = (
+        '<p class="small">Accuracy with 95 % intervals; the first line is the clean accuracy under the same rule.</p>'
+    )
+    return f'<div class="scroll"><table><tr><th>attack</th>{head}</tr>{"".join(lines)}</table></div>{note}'
+
+
+def _pictures(run: Run) -> str:
+    for attack in run.result.attacks:
+        found = run.pictures(attack)
+        if found is None:
+            continue
+        clean, attacked, places = found
+        captions = {
+            stage: [(f"class {k}", right) for k, right in verdicts(run, name, places)]
+            for stage, name in (("clean", CLEAN), (attack, attack))
+        }
+        data = strips.strip_png({"clean": clean, attack: attacked}, captions)
+        return _figure(data, f"The first images, clean and under {attack}: green is classified correctly, red is not.")
+    return ""
+
+
+def _cost(run: Run) -> str:
+    spent = run.result.spent()
+    shown = [f"{spent[key]:,.0f} {key.replace('_', ' ')}" for key in ("score_calls", "gradients", "queries", "seconds")]
+    return f'<p class="small">Cost: {escape(", ".join(shown))}.</p>'
+
+
+def _figure(data: bytes, caption: str) -> str:
+    source = "data:image/png;base64," + base64.b64encode(data).decode()
+    text = escape(caption)
+    return f'<figure><img alt="{text}" src="{source}"><figcaption class="small">{text}</figcaption></figure>'
+
+
+def _provenance(run: Run) -> str:
+    text = escape(json.dumps(run.result.header, indent=1, ensure_ascii=False))
+    return f"<details><summary>Provenance of {escape(run.name)}</summary><pre>{text}</pre></details>"
+
+
+# ------------------------------------------------------------------------------------------------- other formats
+
+
+def markdown(runs: Sequence[Run]) -> str:
+    """A table a run, with its warnings."""
+    parts = []
+    for run in runs:
+        rules = run.result.rules
+        lines = [f"## {run.name}", "", *(f"> {text}" for text in run.result.warnings), ""]
+        lines += ["| attack | " + " | ".join(map(str, rules)) + " |", "|---" * (len(rules) + 1) + "|"]
+        for attack in (CLEAN, *run.result.attacks, WORST, MINIMUM):
+            cells = " | ".join(str(run.result.rate(attack, rule)) for rule in rules)
+            lines.append(f"| {TITLES.get(attack, attack)} | {cells} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def comma_separated(runs: Sequence[Run]) -> str:
+    """Every rate as a line of CSV."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat(runs))
+    return out.getvalue()
+
+
+def as_json(runs: Sequence[Run]) -> str:
+    """Every rate, cost and warning as JSON."""
+    return json.dumps([{"name": run.name, **run.result.summary()} for run in runs], indent=1) + "\n"
+
+
+FORMATS: Final[dict[str, Callable[[Sequence[Run]], str]]] = {
+    "html": html,
+    "md": markdown,
+    "csv": comma_separated,
+    "json": as_json,
+}
+
+
+def write(runs: Sequence[Run], out: Path, kind: str) -> None:
+    """Write a report; PNG and PDF hold the plots alone."""
+    if kind in ("png", "pdf"):
+        figure = plots.trade_off(runs)
+        figure.savefig(out, format=kind, dpi=150, facecolor="white")
+        return
+    if kind not in FORMATS:
+        raise unknown("report format", kind, [*FORMATS, "png", "pdf"])
+    out.write_text(FORMATS[kind](runs), "utf-8")

@@ -1,0 +1,66 @@
+"""Plots of runs in one style: accuracy along an axis, and standard against robust accuracy."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+from diffpure.evaluation.results import CLEAN, WORST, Rate
+from diffpure.report.runs import Run
+
+STANDARD, ROBUST = "#1f6feb", "#c62828"
+STYLE: Any = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "font.size": 10,
+}
+
+
+def along(axis: str, points: Sequence[tuple[float, Run]]) -> Figure:
+    """Standard and worst-case accuracy with intervals along an axis."""
+    with plt.rc_context(STYLE):
+        figure, ax = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
+        for what, colour, name in ((CLEAN, STANDARD, "standard"), (WORST, ROBUST, "robust, worst case")):
+            rates = [run.result.rate(what) for _, run in points]
+            values = [value for value, _ in points]
+            heights = [100 * rate.value for rate in rates]
+            ax.errorbar(values, heights, yerr=_bars(rates), fmt="o-", color=colour, capsize=3, label=name)
+        ax.set(xlabel=axis, ylabel="accuracy (%)", ylim=(0, 103))
+        ax.legend(frameon=False)
+    return figure
+
+
+def trade_off(runs: Sequence[Run]) -> Figure:
+    """Standard against worst-case accuracy, one point a run."""
+    with plt.rc_context(STYLE):
+        figure, ax = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
+        for run in runs:
+            clean, robust = run.result.clean(), run.result.robust()
+            place = ([100 * clean.value], [100 * robust.value])
+            ax.errorbar(*place, xerr=_bars([clean]), yerr=_bars([robust]), fmt="o", capsize=3, label=run.name)
+        ax.set(xlabel="standard accuracy (%)", ylabel="robust accuracy (%)", xlim=(0, 103), ylim=(0, 103))
+        ax.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _bars(rates: Sequence[Rate]) -> list[list[float]]:
+    below = [100 * (rate.value - rate.interval[0]) for rate in rates]
+    above = [100 * (rate.interval[1] - rate.value) for rate in rates]
+    return [below, above]
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG; it is closed."""
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=140, facecolor="white")
+    plt.close(figure)
+    return out.getvalue()

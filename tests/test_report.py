@@ -1,0 +1,111 @@
+"""Reports of a real (tiny) evaluation in every format, and the page in a real browser where there is one."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+
+import pytest
+from typer.testing import CliRunner
+
+import diffpure as dp
+from diffpure import cli
+from diffpure.errors import InputError
+from diffpure.evaluation.evaluate import evaluate
+from diffpure.report.page import FORMATS, html
+from diffpure.report.runs import read_run, sweeps
+from problems import images, tiny_classifier, tiny_unet
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs: a bare classifier and a defence, each under PGD."""
+    home = tmp_path_factory.mktemp("runs")
+    x, classifier = images(6), tiny_classifier()
+    y = classifier(x).argmax(1)
+    purifier = dp.Purifier(tiny_unet(), dp.FewStep(t_star=0.05, steps=2))
+    for name, model in {"bare": classifier, "defence": dp.Defense(purifier, classifier)}.items():
+        attack = dp.PGD(iterations=3, eot=dp.EOT(2))
+        evaluate(model, x, y, dp.Linf(8 / 255), attack, rules=["one-shot", "worst of 3"], out=home / name)
+    return [home / "bare", home / "defence"]
+
+
+def test_the_page_holds_every_rate_and_needs_no_network(runs):
+    found = [read_run(folder) for folder in runs]
+    page = html(found)
+    for run in found:
+        assert str(run.result.clean()) in page
+        assert str(run.result.robust("worst of 3")) in page
+    assert page.count("data:image/png;base64,") >= 3
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_other_formats_hold_the_same_numbers(runs):
+    found = [read_run(folder) for folder in runs]
+    rate = found[1].result.clean()
+    rows = list(csv.DictReader(io.StringIO(FORMATS["csv"](found))))
+    assert any(row["attack"] == "clean" and float(row["accuracy"]) == rate.value for row in rows)
+    assert json.loads(FORMATS["json"](found))[1]["rates"]["clean"]["one-shot"]["value"] == rate.value
+    assert str(rate) in FORMATS["md"](found)
+
+
+def test_sweeps_are_found(runs):
+    found = [read_run(folder) for folder in runs]
+    assert sweeps(found) == {}
+    for run, t_star in zip(found, (0.1, 0.05), strict=True):
+        run.result.header["spec"] = {"model": {"sampler": {"t_star": t_star}}, "attacks": []}
+    assert [value for value, _ in sweeps(found)["t*"]] == [0.05, 0.1]
+    assert "Accuracy against t*" in html(found)
+
+
+@pytest.mark.parametrize("kind", ["html", "md", "csv", "json", "png", "pdf"])
+def test_the_command_writes_every_format(runs, tmp_path, kind):
+    out = tmp_path / f"report.{kind}"
+    arguments = ["report", *map(str, runs), "-o", str(out)]
+    assert CliRunner().invoke(cli.app, arguments, catch_exceptions=False).exit_code == 0
+    assert out.stat().st_size > 100
+
+
+def test_bad_runs_are_one_sentence(runs, tmp_path):
+    with pytest.raises(InputError, match="no run of an evaluation"):
+        read_run(tmp_path)
+    torn = tmp_path / "torn"
+    shutil.copytree(runs[0], torn)
+    lines = (torn / "rows.jsonl").read_text().splitlines(keepends=True)
+    (torn / "rows.jsonl").write_text("".join(lines[:-1]))
+    with pytest.raises(InputError, match="unfinished"):
+        read_run(torn)
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_in_a_browser(runs, tmp_path, width, scheme):
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    browser_path = shutil.which("chromium") or shutil.which("chromium-browser")
+    if browser_path is None:
+        pytest.skip("no Chromium on this machine")
+    page_file = tmp_path / "report.html"
+    page_file.write_text(html([read_run(folder) for folder in runs]))
+    problems: list[str] = []
+    with playwright.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=browser_path, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        page.goto(page_file.as_uri())
+        assert page.evaluate("[...document.images].every(i => i.complete && i.naturalWidth > 0)")
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        ink, paper = page.evaluate(
+            "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
+        )
+        page.screenshot(path=str(tmp_path / "page.png"), full_page=True)
+        browser.close()
+    assert problems == []
+    assert abs(_brightness(ink) - _brightness(paper)) > 120
+    assert (_brightness(paper) < 80) == (scheme == "dark")
+
+
+def _brightness(colour: str) -> float:
+    numbers = [float(part) for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
+    return sum(numbers) / 3
