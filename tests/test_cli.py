@@ -28,6 +28,11 @@ COMMANDS = [
     ["doctor"],
     ["purify"],
     ["report"],
+    ["evaluate"],
+    ["verify"],
+    ["attack"],
+    ["audit"],
+    ["suggest-t"],
 ]
 runner = CliRunner()
 

@@ -6,11 +6,11 @@ import sys
 
 from rich.console import Console
 
-from diffpure.cli import demo, images, machine, models, reporting, training
+from diffpure.cli import demo, evaluation, images, machine, models, reporting, training
 from diffpure.cli.base import app
 from diffpure.errors import InputError
 
-__all__ = ["app", "demo", "images", "machine", "main", "models", "reporting", "training"]
+__all__ = ["app", "demo", "evaluation", "images", "machine", "main", "models", "reporting", "training"]
 
 
 def main() -> None:
