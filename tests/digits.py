@@ -58,14 +58,15 @@ class KernelScore:
     size: int | None = None
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
-        centres = over(torch.exp(-self.sde.gamma(t)), x).flatten(1)[:, None] * (2 * data()[0][:SEEN].flatten(1) - 1)
+        a = over(torch.exp(-self.sde.gamma(t)), x).flatten(1)
         variance = over(self.sde.alpha(t) * self.width**2 + self.sde.std(t) ** 2, x).flatten(1)
-        away = centres - x.flatten(1)[:, None]
-        weight = torch.softmax(-away.square().sum(-1) / (2 * variance), 1)
-        return ((weight[..., None] * away).sum(1) / variance).view_as(x)
+        flat, centres = x.flatten(1), (2 * data()[0][:SEEN].flatten(1) - 1).to(x.dtype)
+        away = a**2 * centres.square().sum(1) - 2 * a * (flat @ centres.T)  # ‖x - a x_i‖² but for what all share
+        nearest = a * (torch.softmax(-away / (2 * variance), 1) @ centres)
+        return ((nearest - flat) / variance).view_as(x)
 
 
 def defence(gradient: str = "exact", sampler: Sampler | None = None) -> Defense:
     """The digits' classifier behind their diffusion."""
-    purifier = Purifier(KernelScore(), sampler or ReverseSDE(t_star=0.1, steps=5), gradient)
+    purifier = Purifier(KernelScore(), sampler or ReverseSDE(t_star=0.1, steps=8), gradient)
     return Defense(purifier, classifier())

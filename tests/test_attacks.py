@@ -38,10 +38,12 @@ from diffpure.attacks import (
 from diffpure.attacks.apgd import checkpoints
 from diffpure.attacks.draws import uniforms
 from diffpure.errors import InputError
+from diffpure.evaluation.checks import attacked, fewer
 from diffpure.sde import Noise
 from diffpure.threats import L2, Flow, Linf, ThreatModel
 
 FEW = EOT(4)
+MODES = ("exact", "surrogate", "bpda")  # gradient modes, the best first
 
 
 class Linear(nn.Module):
@@ -494,3 +496,27 @@ def test_any_loss_of_the_logits_can_be_given():
     loss = LogitLoss("energy", lambda logits, y, target: logits.square().sum((1, 2)))
     z = PGD(iterations=5, loss=loss)(Linear(5, 64), x, y, Linf(0.05), seeds=range(6))
     assert Linf(0.05).within(x, z).all()
+
+
+# ------------------------------------------------------------------------------------------------ a real defence
+
+
+@pytest.fixture(scope="module", name="orders")
+def _orders() -> dict[str, list[bool]]:
+    """The survivors of attacks on digits behind their diffusion, by the gradient that the attacker has."""
+    digits = pytest.importorskip("digits", reason="needs scikit-learn")
+    x, y = digits.held_out(40)
+    threat, eot = L2(1.5), EOT(4)
+    white = APGD(iterations=10, eot=eot)
+    out = {mode: attacked(white, digits.defence(mode), x, y, threat, range(40), 16) for mode in MODES}
+    out["transfer"] = attacked(
+        Transfer(attack=APGD(iterations=10), eot=eot), digits.defence(), x, y, threat, range(40), 16
+    )
+    return out
+
+
+def test_better_gradients_leave_fewer_survivors(orders):
+    """exact ≤ surrogate ≤ BPDA ≤ transfer, unless by chance; and the ends are far apart."""
+    for stronger, weaker in pairwise([*MODES, "transfer"]):
+        assert not fewer(orders[stronger], orders[weaker], random=True), (stronger, weaker)
+    assert fewer(orders["transfer"], orders["exact"], random=True)

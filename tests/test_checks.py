@@ -1,0 +1,118 @@
+"""The checks: each is silent on a sound evaluation and speaks on the fault it is for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diffpure.attacks import APGD, EOT, FAB, PGD, Square, Suite, Transfer, TwoStage
+from diffpure.evaluation import checks
+from diffpure.threats import Linf
+from test_attacks import Linear, Noisy, problem
+
+T, F = True, False
+
+
+@pytest.mark.parametrize(
+    ("quiet", "loud", "word"),
+    [
+        (checks.bad_gradients(0, 0, 10), checks.bad_gradients(3, 0, 10), "exactly zero"),
+        (checks.bad_gradients(0, 0, 10), checks.bad_gradients(0, 1, 10), "NaN"),
+        (checks.approximate_gradient("exact", F), checks.approximate_gradient("bpda", T), "'bpda' is approximate"),
+        (checks.audit_disagrees("a", 1, 1e-6, 1e-3), checks.audit_disagrees("a", 0.6, 0.7, 1e-3), "audit disagrees"),
+        (
+            checks.black_box_beats_white_box([T, F, F], [T, T, T], random=F),
+            checks.black_box_beats_white_box([T, T, F], [F, T, T], random=F),
+            "broke 1 images that the white-box",
+        ),
+        (
+            checks.still_falling("draws", 4, 16, [T] * 9, [T] * 9, random=T),
+            checks.still_falling("draws", 4, 16, [T] * 9, [T] * 2 + [F] * 7, random=T),
+            "16 draws instead of 4 broke 7 more of 9",
+        ),
+        (checks.unbounded_survivors([F, F]), checks.unbounded_survivors([F, T]), "1 of 2 images survived"),
+        (checks.budget_exceeded([T, T]), checks.budget_exceeded([T, F]), "1 of 2 perturbations exceeded"),
+        (checks.attacked_as_deterministic(T, 10), checks.attacked_as_deterministic(T, 1), "use EOT"),
+        (checks.attacked_as_deterministic(F, 1), checks.attacked_as_deterministic(T, 1), "random"),
+        (checks.saturated_cross_entropy(0, 5), checks.saturated_cross_entropy(2, 5), "2 of 5 images is zero"),
+    ],
+)
+def test_a_check_is_silent_or_one_sentence(quiet, loud, word):
+    assert quiet is None
+    assert word in loud
+    assert loud.endswith(".")
+    assert ". " not in loud
+    assert checks.doubts([quiet, loud, loud]) == (loud,)
+
+
+def test_a_difference_on_a_random_model_has_to_be_more_than_chance():
+    before, after = [T] * 10, [F] * 3 + [T] * 7
+    assert checks.fewer(before, after, random=F) == 3
+    assert checks.fewer(before, after, random=T) == 0  # P(3 of 3 heads) = 1/8
+    assert checks.fewer([T] * 10, [F] * 5 + [T] * 5, random=T) == 5  # 1/32
+    assert checks.fewer(after, before, random=F) == 0
+
+
+def test_random_models_are_recognised():
+    x, _ = problem()
+    assert checks.is_random(Noisy(), x)
+    assert checks.is_random(lambda x: Linear(5, 64)(x + 0.1 * torch.randn_like(x)), x)  # one that does not say so
+    assert not checks.is_random(Linear(5, 64), x)
+
+
+def test_a_sound_attack_raises_no_doubt():
+    x, y = problem()
+    assert checks.probe(APGD(iterations=10), Linear(5, 64), x, y, Linf(0.02), range(6)) == ()
+
+
+def test_a_random_defence_attacked_with_one_draw_is_doubted():
+    x, y = problem(20)
+    found = checks.probe(PGD(iterations=3), Noisy(sigma=0.5), x, y, Linf(0.02), range(20))
+    assert any("attacked with one draw" in text for text in found)
+
+
+def test_an_attack_that_stops_too_early_is_doubted():
+    x, y = problem(20)
+    lazy = PGD(iterations=1, step_size=0.004, random_start=False)
+    found = checks.probe(lazy, Linear(5, 64), x, y, Linf(0.02), range(20))
+    assert any("2 times the moves" in text for text in found)
+    assert any("without a budget" in text for text in found)
+
+
+def test_masked_gradients_are_doubted():
+    class Steps(nn.Module):
+        """Rounds its input, and hides it: the gradient is zero everywhere."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Linear(5, 64)(x + (torch.round(20 * x) / 20 - x).detach() - x + x.detach())
+
+    x, y = problem()
+    run = PGD(iterations=5).run(Steps(), x, y, Linf(0.05), seeds=range(6))
+    looks = int(run.state["gradients"].sum())
+    assert "exactly zero" in checks.bad_gradients(
+        int(run.state["zero"].sum()), int(run.state["nonfinite"].sum()), looks
+    )
+    still = PGD(iterations=5, random_start=False)
+    assert any("without a budget" in text for text in checks.probe(still, Steps(), x, y, Linf(0.05), range(6)))
+    white = checks.attacked(PGD(iterations=5), Steps(), x, y, Linf(0.05), range(6))
+    black = checks.attacked(Square(queries=300, horizon=300), Steps(), x, y, Linf(0.05), range(6))
+    assert "black-box" in checks.black_box_beats_white_box(white, black, random=False)
+
+
+def test_a_saturated_cross_entropy_is_reported_and_does_not_stop_the_attack():
+    x, y = problem()
+    steep = Linear(5, 64, scale=1e5)
+    assert checks.count_saturated(steep, x, y) > 3
+    (found,) = checks.probe(APGD(iterations=10), steep, x, y, Linf(0.02), range(6))
+    assert "cross-entropy" in found
+    assert not any(checks.attacked(APGD(iterations=20), steep, x, y, Linf(0.05), range(6)))
+
+
+def test_every_attack_can_be_strengthened():
+    harder = checks.strengthened(Suite(attacks=(APGD(eot=EOT(5)), FAB(), Square(queries=10))), draws=4, moves=2)
+    apgd, fab, square = harder.attacks
+    assert (apgd.eot.draws, apgd.iterations, fab.iterations, square.queries) == (20, 200, 200, 20)
+    wrapped = checks.strengthened(TwoStage(attack=PGD(eot=EOT(5))), draws=2)
+    assert wrapped.attack.eot.draws == 10
+    assert checks.strengthened(Transfer(attack=PGD()), moves=2).attack.iterations == 200
