@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from diffpure.audit import audit_gradient as audit_gradient
     from diffpure.classifiers.load import load_classifier as load_classifier
     from diffpure.errors import InputError as InputError
+    from diffpure.evaluation.evaluate import evaluate as evaluate
     from diffpure.gradients import BPDA as BPDA
     from diffpure.gradients import Adjoint as Adjoint
     from diffpure.gradients import Backprop as Backprop
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from diffpure.scores.base import EpsilonScore as EpsilonScore
     from diffpure.scores.base import GaussianScore as GaussianScore
     from diffpure.scores.base import ScoreModel as ScoreModel
+    from diffpure.scores.denoiser import DenoiserScore as DenoiserScore
     from diffpure.scores.load import load_score as load_score
     from diffpure.sde import VPSDE as VPSDE
     from diffpure.sde import DiscreteVP as DiscreteVP
@@ -81,6 +83,7 @@ _HOMES = {
     ),
     "diffpure.classifiers.load": ("load_classifier",),
     "diffpure.errors": ("InputError",),
+    "diffpure.evaluation.evaluate": ("evaluate",),
     "diffpure.gradients": (
         "Adjoint",
         "BPDA",
@@ -106,6 +109,7 @@ _HOMES = {
         "GaussianScore",
         "ScoreModel",
     ),
+    "diffpure.scores.denoiser": ("DenoiserScore",),
     "diffpure.scores.load": ("load_score",),
     "diffpure.sde": (
         "DiscreteVP",
