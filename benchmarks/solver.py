@@ -128,16 +128,17 @@ def relative(found: Tensor, known: Tensor) -> float:
 
 
 def report(arguments: argparse.Namespace, seconds: dict[str, float], gradients: dict[str, Tensor]) -> None:
-    what = f"batch {arguments.batch}, {arguments.steps} steps, {arguments.threads} threads, median of {arguments.rounds}"
-    print(f"{what}; torch {torch.__version__}, torchsde {torchsde.__version__}\n")
+    size = f"batch {arguments.batch}, {arguments.steps} steps, {arguments.threads} threads"
+    print(f"{size}, median of {arguments.rounds} rounds; torch {torch.__version__}, torchsde {torchsde.__version__}\n")
     for name, value in seconds.items():
         print(f"{value:8.2f} s  {name}")
-    bare, exact = "bare forward + forward with graph + backward", "exact gradient, smallest budget"
+    bare = "bare forward + forward with graph + backward"
+    small, fits, adjoint = "exact gradient, smallest budget", "exact gradient, every step fits", "torchsde adjoint"
     rows = [
         ("(a) purify / its bare score calls", "purify", "bare score calls", 1.05),
-        ("(b) exact gradient / its bare cost", exact, bare, 1.10),
-        ("(c) exact gradient, smallest budget / torchsde adjoint", exact, "torchsde adjoint", 1.05),
-        ("(c) exact gradient, every step fits / torchsde adjoint", "exact gradient, every step fits", "torchsde adjoint", 0.80),
+        ("(b) exact gradient / its bare cost", small, bare, 1.10),
+        (f"(c) {small} / {adjoint}", small, adjoint, 1.05),
+        (f"(c) {fits} / {adjoint}", fits, adjoint, 0.80),
     ]
     print()
     for title, ours, theirs, target in rows:
