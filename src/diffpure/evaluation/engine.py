@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -130,14 +132,17 @@ class Ray:
             return False
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        own: dict[str, Any] = {"include_dashboard": False}
+        # Workers on this machine find what this process finds, also the module of a user's own model.
+        paths = os.pathsep.join(path for path in sys.path if path)
+        own: dict[str, Any] = {"include_dashboard": False, "runtime_env": {"env_vars": {"PYTHONPATH": paths}}}
         if self.workers is not None:
             own["num_cpus"] = max(1, round(self.workers * self.cpus))
+        if self.address is not None:
+            _knock(self.address)
         try:
             ray.init(**({"address": self.address} if self.address else own), log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, RuntimeError, ValueError) as error:
-            what = f"the Ray cluster at {self.address}" if self.address else "a Ray cluster on this machine"
-            raise InputError(f"There is no way to reach {what} ({str(error).splitlines()[0]}).") from error
+            raise _unreachable(self.address or "this machine", error) from error
         return True
 
     def _window(self, ray: Any) -> int:
@@ -158,6 +163,22 @@ def _ray() -> Any:
         return importlib.import_module("ray")
     except ImportError as error:
         raise InputError('The Ray engine needs Ray; install it with `pip install "diffpure[ray]"`.') from error
+
+
+def _knock(address: str) -> None:
+    """Refuse an address where nobody listens: Ray itself would go on asking for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():
+        return  # "auto" and the like, which Ray resolves
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        raise _unreachable(address, error) from error
+
+
+def _unreachable(address: str, error: Exception) -> InputError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return InputError(f"There is no way to reach a Ray cluster at {address} ({reason}).")
 
 
 def _task(job: Job, unit: Unit, batch: Batch, threads: int, gpu: bool) -> Done:

@@ -225,7 +225,7 @@ def _over_fields(value: Any, change: Any) -> Any:
 
 def slug(name: str) -> str:
     """A name as part of a file name."""
-    return re.sub(r"[^\w.+-]+", "_", name)
+    return re.sub(r"[^\w.-]", "_", name)
 
 
 def device_of(model: Model) -> torch.device:

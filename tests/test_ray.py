@@ -1,0 +1,117 @@
+"""The same rows from a Ray cluster of two workers, of which one is killed during the run, as from this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from diffpure.attacks import APGD, EOT, PGD
+from diffpure.errors import InputError
+from diffpure.evaluation.engine import Engine, Local, Ray
+from diffpure.evaluation.evaluate import evaluate
+from diffpure.evaluation.results import Result, Row, read_rows
+from diffpure.purify import Defense, Purifier
+from diffpure.samplers import ReverseSDE
+from diffpure.threats import Linf
+from problems import images, tiny_classifier, tiny_unet
+
+ray = pytest.importorskip("ray", reason="Ray is an optional extra")
+COUNT = 6
+
+
+def settle(out: Path, engine: Engine) -> Result:
+    model = Defense(Purifier(tiny_unet(8), ReverseSDE(t_star=0.05, steps=6)), tiny_classifier())
+    x = images(COUNT)
+    y = model(x, seeds=range(COUNT)).argmax(1)
+    attacks = [PGD(iterations=5, eot=EOT(4)), APGD(iterations=5, eot=EOT(4))]
+    return evaluate(
+        model, x, y, Linf(8 / 255), attacks, rules=["one-shot", "average of 3"], batch=2, rows=8, out=out, engine=engine
+    )
+
+
+def timeless(rows: tuple[Row, ...]) -> list[Row]:
+    return [replace(row, seconds=0.0) for row in rows]
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def is_ours(pid: int) -> bool:
+    while pid > 1:
+        if (pid := parent(pid)) == os.getpid():
+            return True
+    return False
+
+
+def busy_workers() -> list[int]:
+    """Processes below this one that run a task of Ray."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and b"ray::_task" in (entry / "cmdline").read_bytes() and is_ours(int(entry.name)):
+                found.append(int(entry.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended while we looked
+    return found
+
+
+def kill_one(killed: list[int], until: float) -> None:
+    while not killed and time.monotonic() < until:
+        for pid in busy_workers()[:1]:
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+        time.sleep(0.005)
+
+
+def test_an_address_where_nothing_is(tmp_path):
+    with pytest.raises(InputError, match="no way to reach a Ray cluster at localhost:1 "):
+        settle(tmp_path / "r", Ray(address="localhost:1"))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Ray]:
+    engine = Ray(workers=2)
+    engine._connect(ray)
+    yield engine
+    ray.shutdown()
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="workers are found in /proc")
+def test_two_workers_of_which_one_is_killed_give_the_local_rows(tmp_path, cluster):
+    local = settle(tmp_path / "local", Local())
+    killed: list[int] = []
+    killer = threading.Thread(target=kill_one, args=(killed, time.monotonic() + 60))
+    killer.start()
+    remote = settle(tmp_path / "ray", cluster)
+    killer.join()
+    assert killed
+    assert timeless(remote.rows) == timeless(local.rows)
+    assert remote.summary()["rates"] == local.summary()["rates"]
+    _, rows = read_rows(tmp_path / "ray")
+    assert len(rows) == len({row.key for row in rows}) == 3 * COUNT
+    names = {file.name for file in (tmp_path / "local" / "adversarial").iterdir()}
+    assert names == {file.name for file in (tmp_path / "ray" / "adversarial").iterdir()}
+
+
+class Refusing(torch.nn.Module):
+    """A model that is fine until it is attacked in earnest."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = torch.stack([x.flatten(1).sum(1), -x.flatten(1).sum(1)], 1)
+        return logits * float("nan") if len(x) > 2 else logits
+
+
+def test_an_error_in_a_worker_is_the_same_sentence(cluster):
+    x, y = images(4), torch.zeros(4).long()
+    with pytest.raises(InputError, match="NaN or infinite; finite logits are accepted"):
+        evaluate(Refusing(), x, y, Linf(0.1), rules=["one-shot"], batch=4, rows=4, engine=cluster)
