@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 digits = pytest.importorskip("digits", reason="needs scikit-learn")
 
-from diffpure.adapters import Averaged, PathDeviation, art_preprocessor, foolbox_model  # noqa: E402
-from diffpure.attacks import APGD, EOT, LOSSES, Deviated, look  # noqa: E402
+from diffpure.adapters import DIFFATTACK, Averaged, PathDeviation, art_preprocessor, foolbox_model  # noqa: E402
+from diffpure.attacks import APGD, EOT, Deviated, look  # noqa: E402
 from diffpure.errors import InputError  # noqa: E402
 from diffpure.samplers import Langevin, ReverseSDE  # noqa: E402
 from diffpure.threats import Linf  # noqa: E402
@@ -100,6 +102,7 @@ def test_the_path_says_how_far_it_deviates_with_an_exact_gradient(sampler):
 
 def test_the_deviated_attack_breaks_the_defence(world):
     model, x, y = world
-    z = APGD(loss="deviated", iterations=6, eot=EOT(4))(PathDeviation(model), x, y, Linf(EPS), seeds=range(8))
+    attack = replace(DIFFATTACK, attack=APGD(loss="deviated", iterations=6, eot=EOT(4)))
+    assert attack.name == "pathdeviation:apgd-deviated"
+    z = attack(model, x, y, Linf(EPS), seeds=range(8))
     check(model, x, y, Linf(EPS).apply(x, z))
-    assert isinstance(LOSSES["deviated"], Deviated)

@@ -80,10 +80,10 @@ def test_apgd_from_the_same_start_leaves_the_same_survivors(world, threat, loss,
 
 
 @pytest.mark.parametrize("threat", WORLDS, ids=str)
-@pytest.mark.parametrize("attack", [APGD(loss="dlr-targeted", iterations=30), FAB(iterations=30)], ids=lambda a: a.name)
+@pytest.mark.parametrize("attack", [APGD(loss="dlr-targeted", iterations=20), FAB(iterations=20)], ids=lambda a: a.name)
 def test_targeted_attacks_leave_as_many_survivors(world, threat, attack):
     net, x, y = world
-    theirs = public(net, x, y, threat, [attack.name], 30, 1).sum()
+    theirs = public(net, x, y, threat, [attack.name], 20, 1).sum()
     attack = replace(attack, skip_broken=True)
     assert abs(int(theirs) - int(ours(net, x, y, threat, attack).sum())) <= 1
 
@@ -109,12 +109,12 @@ def test_the_whole_standard_suite_is_never_weaker(world, threat):
     assert (apgd.name, targeted.name, fab.name, square.name) == ("apgd-ce", "apgd-t", "fab-t", "square")
     quick = Suite(
         attacks=(
-            APGD(loss="ce", iterations=20),
-            APGD(loss="dlr-targeted", iterations=20),
-            FAB(iterations=20),
-            Square(queries=200, horizon=200),
+            APGD(loss="ce", iterations=15),
+            APGD(loss="dlr-targeted", iterations=15),
+            FAB(iterations=15),
+            Square(queries=100, horizon=100),
         ),
         skip_broken=True,
     )
-    theirs = public(net, x, y, threat, ["apgd-ce", "apgd-t", "fab-t", "square"], 20, 200)
+    theirs = public(net, x, y, threat, ["apgd-ce", "apgd-t", "fab-t", "square"], 15, 100)
     assert ours(net, x, y, threat, quick).sum() <= theirs.sum()

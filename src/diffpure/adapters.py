@@ -12,11 +12,12 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Self, final
+from typing import Any, Final, Self, final
 
 import torch
 from torch import Tensor, nn
 
+from diffpure.attacks import APGD, EOT, Transfer
 from diffpure.errors import InputError
 from diffpure.purify import Defense, Purifier, Seeds
 from diffpure.sde import Noise, Path, mix, over
@@ -144,3 +145,7 @@ class PathDeviation(nn.Module):
             away = (sde.diffuse(x, t, noise) - state).square().flatten(1).mean(1)
             deviation = deviation + over(sde.alpha(t), away) * away
         return self.defence.classifier(purifier._leave(state, images)), deviation
+
+
+# DiffAttack (Kang et al. 2023): crafted along the path, judged on the defence.
+DIFFATTACK: Final = Transfer(attack=APGD(loss="deviated", eot=EOT(20)), part=PathDeviation, eot=EOT(20))

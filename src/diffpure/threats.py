@@ -25,6 +25,11 @@ from diffpure.sde import NoiseSource
 LEVELS: Final = 255  # an 8-bit image counts in 1/255
 
 
+def wide(x: Tensor) -> Tensor:
+    """x in the widest floats of its device, for sums and comparisons whose rounding must not show."""
+    return x.float() if x.device.type == "mps" else x.double()
+
+
 def per_image(values: Tensor, like: Tensor) -> Tensor:
     """One number an image (B,), shaped and cast to multiply `like` (B, ...)."""
     return values.to(like.dtype).reshape(-1, *[1] * (like.ndim - 1))
@@ -66,7 +71,7 @@ class ThreatModel(ABC):
 
     @abstractmethod
     def size(self, z: Tensor) -> Tensor:
-        """How much of the budget each perturbation takes: (B,) float64."""
+        """How much of the budget each perturbation takes: (B,), wide."""
 
     @abstractmethod
     def unbounded(self, x: Tensor) -> Self:
@@ -88,7 +93,7 @@ class ThreatModel(ABC):
 
 
 def _levels(x: Tensor) -> Tensor:
-    return (x.to(torch.float64) * LEVELS).round()
+    return (wide(x) * LEVELS).round()
 
 
 class Norm(ThreatModel):
@@ -107,7 +112,7 @@ class Norm(ThreatModel):
     def quantise(self, x: Tensor, z: Tensor) -> Tensor:
         """z whose image lies on the 8-bit grid, every pixel rounded towards the clean image, so that it keeps the
         budget (a thousandth of a level is taken as rounding)."""
-        steps = (self.apply(x, z) - x).to(torch.float64) * LEVELS
+        steps = wide(self.apply(x, z) - x) * LEVELS
         steps = torch.sign(steps) * torch.floor(steps.abs() + 1e-3)
         return ((_levels(x) + steps) / LEVELS).to(x.dtype) - x
 
@@ -120,7 +125,7 @@ class Norm(ThreatModel):
 
         d_i = ± min(λ rate_i, room_i) with the λ at which Σ |w_i| min(λ rate_i, room_i) = |c|. x, w (B, ...), c (B,).
         """
-        flat, normal, c = x.flatten(1).double(), w.flatten(1).double(), c.double()[:, None]
+        flat, normal, c = wide(x.flatten(1)), wide(w.flatten(1)), wide(c)[:, None]
         direction = torch.sign(normal) * torch.sign(c)
         room = torch.where(direction > 0, 1 - flat, flat).clamp_min(0)
         rate = self.rate(normal)
@@ -132,7 +137,7 @@ def fill(room: Tensor, rate: Tensor, full: Tensor, growth: Tensor, level: Tensor
     """The λ at which Σ_i (full_i where λ rate_i ≥ room_i, else λ^power growth_i) reaches a level: (B, 1).
 
     The sum grows with λ, piece by piece: sort the λ at which coordinates fill their room, find the piece that holds
-    the level, solve it. Where no λ reaches the level, the one that fills every room. All (B, D) float64, level (B, 1).
+    the level, solve it. Where no λ reaches the level, the one that fills every room. All (B, D) and wide, level (B, 1).
     """
     walls, order = torch.where(rate > 0, room / rate, torch.inf).sort(dim=1)
     full, growth = (full * (rate > 0)).gather(1, order), (growth * (rate > 0)).gather(1, order)
@@ -140,7 +145,10 @@ def fill(room: Tensor, rate: Tensor, full: Tensor, growth: Tensor, level: Tensor
     growing = growth.flip(1).cumsum(1).flip(1)  # by those that still move in it
     ends = torch.where(torch.isfinite(walls), filled + walls**power * growing, torch.inf)
     piece = torch.searchsorted(ends, level).clamp_max(ends.shape[1] - 1)
-    lam = ((level - filled.gather(1, piece)).clamp_min(0) / growing.gather(1, piece).clamp_min(1e-300)) ** (1 / power)
+    lam = (
+        (level - filled.gather(1, piece)).clamp_min(0)
+        / growing.gather(1, piece).clamp_min(torch.finfo(level.dtype).tiny)
+    ) ** (1 / power)
     last = torch.where(torch.isfinite(walls), walls, 0).amax(1, keepdim=True)  # nothing moves any more beyond it
     return torch.minimum(lam, last)
 
@@ -161,7 +169,7 @@ class Linf(Norm):
         return torch.minimum(torch.maximum(z, (-x).clamp_min(-self.eps)), (1 - x).clamp_max(self.eps))
 
     def size(self, z: Tensor) -> Tensor:
-        return z.flatten(1).abs().amax(1).double()
+        return wide(z.flatten(1).abs().amax(1))
 
     def rate(self, w: Tensor) -> Tensor:
         return (w != 0).to(w.dtype)
@@ -187,7 +195,7 @@ class L2(Norm):
     def project(self, x: Tensor, z: Tensor) -> Tensor:
         # The nearest point of ball and box together is clamp(λ z), λ ≤ 1 (scaling first and clamping then gives
         # away the length that the clamp cuts off).
-        flat, length = x.flatten(1).double(), z.flatten(1).double().abs()
+        flat, length = wide(x.flatten(1)), wide(z.flatten(1)).abs()
         room = torch.where(z.flatten(1) > 0, 1 - flat, flat).clamp_min(0)
         budget = torch.full_like(room[:, :1], self.eps**2)
         lam = fill(room, length, room.square(), length.square(), budget, 2)
@@ -195,7 +203,7 @@ class L2(Norm):
         return (torch.sign(z).flatten(1) * torch.minimum(lam * length, room)).to(z.dtype).view_as(z)
 
     def size(self, z: Tensor) -> Tensor:
-        return z.flatten(1).double().square().sum(1).sqrt()
+        return wide(z.flatten(1)).square().sum(1).sqrt()
 
     def rate(self, w: Tensor) -> Tensor:
         return w.abs()
@@ -236,7 +244,7 @@ class Flow(ThreatModel):
         return z.clamp(-self.eps, self.eps)
 
     def size(self, z: Tensor) -> Tensor:
-        return z.flatten(1).abs().amax(1).double()
+        return wide(z.flatten(1).abs().amax(1))
 
     def unbounded(self, x: Tensor) -> Self:
         return replace(self, eps=2.0)

@@ -40,7 +40,7 @@ class APGD(RestartedAttack):
     def begin(self, problem: Problem, state: State, i: int, run: int) -> State:
         z = problem.threat.random(problem.x, starts(problem.seeds), run)
         state, seen = self.see(problem, state, z, i)
-        gradient, loss = usable(seen), seen.loss.double()
+        gradient, loss = usable(seen), seen.loss
         return {
             **state,
             **dict.fromkeys(("z", "old", "top"), z),
@@ -56,7 +56,7 @@ class APGD(RestartedAttack):
         old = state["z"]
         state, seen = self.see(problem, state, z, i)
         gradient = torch.zeros_like(z) if seen.gradient is None else usable(seen)
-        loss = seen.loss.double()
+        loss = seen.loss
         better = loss > state["top_loss"]
         state = {
             **state,
@@ -64,7 +64,7 @@ class APGD(RestartedAttack):
             "old": old,
             "gradient": gradient,
             "loss": loss,
-            "raised": state["raised"] + (loss > state["loss"]).double(),
+            "raised": state["raised"] + (loss > state["loss"]).to(loss.dtype),
             "top": choose(better, z, state["top"]),
             "top_gradient": choose(better, gradient, state["top_gradient"]),
             "top_loss": torch.where(better, loss, state["top_loss"]),
@@ -87,7 +87,7 @@ class APGD(RestartedAttack):
             "z": choose(halve, state["top"], state["z"]),
             "gradient": choose(halve, state["top_gradient"], state["gradient"]),
             "eta": torch.where(halve, state["eta"] / 2, state["eta"]),
-            "halved": halve.double(),
+            "halved": halve.to(state["eta"].dtype),
             "top_before": state["top_loss"],
             "raised": torch.zeros_like(state["raised"]),
         }

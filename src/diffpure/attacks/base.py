@@ -24,14 +24,14 @@ from diffpure.attacks.eot import EOT, ONE_DRAW, Look, look
 from diffpure.attacks.losses import MARGIN, Model, Objective, margin
 from diffpure.errors import InputError
 from diffpure.sde import Noise
-from diffpure.threats import ThreatModel
+from diffpure.threats import ThreatModel, wide
 from diffpure.validate import check_images, check_labels
 
 State = dict[str, Tensor]
 OnStep = Callable[["Run"], bool | None]
 
 COUNTERS = ("gradients", "queries", "zero", "nonfinite")  # zero, nonfinite: looks whose gradient was
-COMMON = ("seed", "clean", "best", "rank", "now", *COUNTERS)  # now: the rank of the last look
+COMMON = ("seed", "clean", "best", "rank", "last", "now", *COUNTERS)  # last, now: the last look's z and its rank
 
 
 @final
@@ -222,6 +222,7 @@ class Attack(ABC):
             "seed": torch.tensor(signed, dtype=torch.int64, device=z.device),
             "clean": seen.loss[:, None] if seen.logits is None else seen.logits,
             "best": z,
+            "last": z,
             "rank": rank(seen, problem.y),
             "now": rank(seen, problem.y),
             "gradients": count,
@@ -236,6 +237,8 @@ class Attack(ABC):
         rows = self._active(state, limit)
         if not rows.any():
             return state
+        if rows.all():
+            return self.step(problem, state, i)
         moved = self.step(problem.rows(rows), {k: v[rows] for k, v in state.items()}, i)
         return _put(state, moved, rows)
 
@@ -263,8 +266,8 @@ class DrawnAttack(Attack):
 
 
 def rank(seen: Look, y: Tensor) -> Tensor:
-    """How good a perturbation is: the margin of the mean logits, or the loss where there are none; (B,) float64."""
-    return (seen.loss if seen.logits is None else margin(seen.logits, y)).double()
+    """How good a perturbation is: the margin of the mean logits, or the loss where there are none; (B,), wide."""
+    return wide(seen.loss if seen.logits is None else margin(seen.logits, y))
 
 
 def record(problem: Problem, state: State, z: Tensor, seen: Look, eot: EOT, valid: Tensor | None = None) -> State:
@@ -272,7 +275,7 @@ def record(problem: Problem, state: State, z: Tensor, seen: Look, eot: EOT, vali
     value = rank(seen, problem.y)
     better = value > state["rank"] if valid is None else (value > state["rank"]) & valid
     best = {"best": choose(better, z, state["best"]), "rank": torch.where(better, value, state["rank"])}
-    state = {**state, **best, "now": value}
+    state = {**state, **best, "last": z, "now": value}
     if seen.gradient is None:
         return {**state, "queries": state["queries"] + eot.draws}
     flat = seen.gradient.flatten(1)
@@ -315,8 +318,6 @@ def around(state: State, inner: State) -> State:
 
 def _put(state: State, moved: State, rows: Tensor) -> State:
     """The state with the rows that moved; rows that did not keep theirs, or zeros where a key is new."""
-    if rows.all():
-        return moved
     out = {}
     for key, value in moved.items():
         old = state[key] if key in state else value.new_zeros(len(rows), *value.shape[1:])

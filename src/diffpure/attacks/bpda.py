@@ -52,17 +52,18 @@ class TwoStage(Attack):
         if doubtful.any():
             asked = problem.rows(doubtful)
             # -2 - i: draws that no other look takes.
-            margin = rank(asked.look(inner["z"][doubtful], MARGIN, self.ranking, -2 - i), asked.y)
+            margin = rank(asked.look(inner["last"][doubtful], MARGIN, self.ranking, -2 - i), asked.y)
             verdict = torch.full_like(state["rank"], -torch.inf).index_put((doubtful,), margin)
             newly = verdict > 0
             state = {
                 **state,
-                "best": choose(newly, inner["z"], state["best"]),
+                "best": choose(newly, inner["last"], state["best"]),
                 "rank": torch.where(newly, verdict, state["rank"]),
                 "queries": state["queries"] + self.defence_draws * doubtful.long(),
             }
         # Until an image is lost, the strongest perturbation of the attack itself stands for it.
-        return {**state, "best": choose(state["rank"] > 0, state["best"], inner["best"]), "now": inner["now"]}
+        best = choose(state["rank"] > 0, state["best"], inner["best"])
+        return {**state, "best": best, "last": inner["last"], "now": inner["now"]}
 
 
 # The paper's setting: 50 steps of 2/255; on a defence whose gradient mode is "bpda".

@@ -20,6 +20,7 @@ from torch import Tensor
 from diffpure.attacks.draws import draw_seeds
 from diffpure.attacks.losses import Model, Objective
 from diffpure.errors import InputError, unknown
+from diffpure.threats import wide
 
 
 @final
@@ -107,7 +108,7 @@ def _look_at_group(
         else:
             with torch.no_grad():
                 output = torch.cat([objective.output(model, images[p], drawn[p]) for p in pieces])
-        said = output.detach().to(torch.float64).reshape(len(x), eot.draws, -1).requires_grad_(wanted)
+        said = wide(output.detach()).reshape(len(x), eot.draws, -1).requires_grad_(wanted)
         loss = objective.loss(said.mean(1, keepdim=True) if eot.average == "logits" else said, y, target)
         mean = objective.logits(said.detach().mean(1))
         if not wanted:

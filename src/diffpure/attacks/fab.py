@@ -21,7 +21,7 @@ from diffpure.attacks.draws import starts
 from diffpure.attacks.losses import DIFFERENCE, Objective
 from diffpure.attacks.pgd import RestartedAttack
 from diffpure.errors import InputError
-from diffpure.threats import Norm, per_image
+from diffpure.threats import Norm, per_image, wide
 
 
 @final
@@ -74,7 +74,7 @@ class FAB(RestartedAttack):
         """The next iterate, from the plane f + ⟨w, · - x₁⟩ = 0."""
         threat, x = norm_of(problem, "FAB"), problem.x
         d1 = threat.to_hyperplane(x + z, w, -f)
-        d2 = threat.to_hyperplane(x, w, (w * z).flatten(1).sum(1, dtype=torch.float64) - f)
+        d2 = threat.to_hyperplane(x, w, wide(w * z).flatten(1).sum(1) - f)
         a1, a2 = threat.size(d1).clamp_min(1e-8), threat.size(d2).clamp_min(1e-8)
         alpha = per_image((a1 / (a1 + a2)).clamp_max(self.alpha_max), z)
         z = (1 - alpha) * (z + self.eta * d1) + alpha * self.eta * d2

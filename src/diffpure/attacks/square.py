@@ -75,6 +75,11 @@ class Square(DrawnAttack):
         return min(max(round(math.sqrt(p * h * w)), 1), h, w)
 
 
+def _uniforms(problem: Problem, i: int, count: int) -> Tensor:
+    """Numbers in [0, 1) for move i, (B, count), where the images are."""
+    return uniforms(problem.seeds, i, count).to(problem.x)
+
+
 def _signs(u: Tensor, like: Tensor) -> Tensor:
     """±1 from uniform numbers."""
     return torch.where(u < 0.5, -1.0, 1.0).to(like)
@@ -88,20 +93,21 @@ def _offset(u: Tensor, room: int) -> Tensor:
 def _window(x: Tensor, u: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The index of one random window an image, for tensors like x: it picks (B, C, side, side); u (B, 2)."""
     b, c, h, w = x.shape
-    span = torch.arange(side)
+    span = torch.arange(side, device=x.device)
     rows = _offset(u[:, 0], h - side)[:, None, None, None] + span[:, None]
     columns = _offset(u[:, 1], w - side)[:, None, None, None] + span
-    return torch.arange(b)[:, None, None, None], torch.arange(c)[:, None, None], rows, columns
+    images, channels = torch.arange(b, device=x.device), torch.arange(c, device=x.device)
+    return images[:, None, None, None], channels[:, None, None], rows, columns
 
 
 def _stripes(problem: Problem) -> Tensor:
     b, c, _, w = problem.x.shape
-    signs = _signs(uniforms(problem.seeds, 0, c * w), problem.x).reshape(b, c, 1, w)
+    signs = _signs(_uniforms(problem, 0, c * w), problem.x).reshape(b, c, 1, w)
     return problem.threat.project(problem.x, problem.threat.eps * signs.expand_as(problem.x))
 
 
 def _flip_window(problem: Problem, z: Tensor, side: int, i: int) -> Tensor:
-    u = uniforms(problem.seeds, i, 2 + z.shape[1])
+    u = _uniforms(problem, i, 2 + z.shape[1])
     z = z.clone()
     z[_window(z, u, side)] = problem.threat.eps * _signs(u[:, 2:], z)[:, :, None, None]
     return problem.threat.project(problem.x, z)
@@ -132,7 +138,7 @@ def _tiles(problem: Problem) -> Tensor:
     down, right = h // side, w // side
     margin = max(0, (h - 5 * side) // 2)
     down, right = min(down, (h - margin) // side), min(right, (w - margin) // side)
-    u = uniforms(problem.seeds, 0, down * right * (c + 1)).reshape(b, c + 1, down, right)
+    u = _uniforms(problem, 0, down * right * (c + 1)).reshape(b, c + 1, down, right)
     tiles = _turned(bump(side, problem.x), u[:, :1]) * _signs(u[:, 1:], problem.x)[..., None, None]
     z = torch.zeros_like(problem.x)
     area = tiles.permute(0, 1, 2, 4, 3, 5).reshape(b, c, down * side, right * side)
@@ -143,7 +149,7 @@ def _tiles(problem: Problem) -> Tensor:
 def _swap_bump(problem: Problem, z: Tensor, side: int, i: int) -> Tensor:
     c, h, w = z.shape[1:]
     side = min(max(side, 3) | 1, h, w)
-    u = uniforms(problem.seeds, i, 5 + c)
+    u = _uniforms(problem, i, 5 + c)
     here, there = _window(z, u[:, :2], side), _window(z, u[:, 2:4], side)
     both = torch.zeros_like(z)
     both[here] = both[there] = 1.0

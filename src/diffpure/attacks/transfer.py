@@ -6,28 +6,32 @@ the error with which the purifier gives its input back (appendix C.9, the paper'
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final, final
+from typing import Any, Final, final
 
 from diffpure.attacks.apgd import APGD
 from diffpure.attacks.autoattack import AUTOATTACK_STANDARD, Suite
 from diffpure.attacks.base import Attack, Cost, DrawnAttack, Problem, State, around, inside, record
 from diffpure.attacks.eot import EOT
-from diffpure.attacks.losses import MARGIN
+from diffpure.attacks.losses import MARGIN, Model
 from diffpure.errors import InputError
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Transfer(DrawnAttack):
-    """An attack on the attribute `part` of the model; the last step judges its result on the model with `eot`."""
+    """An attack on a part of the model; the last step judges its result on the model itself, with `eot`.
+
+    part: an attribute of the model, or a function from the model to what is attacked instead.
+    """
 
     attack: Attack
-    part: str = "classifier"
+    part: str | Callable[[Any], Model] = "classifier"
 
     @property
     def name(self) -> str:
-        return f"{self.part}:{self.attack.name}"
+        return f"{getattr(self.part, '__name__', self.part)}:{self.attack.name}".lower()
 
     def steps(self, classes: int) -> int:
         return self.attack.steps(classes) + 1
@@ -46,7 +50,7 @@ class Transfer(DrawnAttack):
         return record(problem, state, inner["best"], seen, self.eot)
 
     def _of_part(self, problem: Problem) -> Problem:
-        part = getattr(problem.model, self.part, None)
+        part = getattr(problem.model, self.part, None) if isinstance(self.part, str) else self.part(problem.model)
         if not callable(part):
             raise InputError(f"The model has no part {self.part!r} to attack; a Defense has classifier and purifier.")
         return replace(problem, model=part)
