@@ -463,6 +463,15 @@ def test_bad_input_is_one_sentence(change, sentence):
     assert str(caught.value).count(". ") == 0
 
 
+def test_a_run_is_continued_by_its_own_attack_on_its_own_images_only():
+    x, y = problem()
+    run = PGD(iterations=3).run(Linear(5, 64), x, y, Linf(0.1), on_step=lambda run: True)
+    with pytest.raises(InputError, match="6 images and 4 steps, this attack 6 and 6"):
+        PGD(iterations=5).run(Linear(5, 64), x, y, Linf(0.1), resume=run)
+    with pytest.raises(InputError, match="6 images and 4 steps, this attack 3 and 4"):
+        PGD(iterations=3).run(Linear(5, 64), x[:3], y[:3], Linf(0.1), resume=run)
+
+
 @pytest.mark.parametrize(
     "build",
     [

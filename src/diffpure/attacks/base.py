@@ -205,12 +205,19 @@ class Attack(ABC):
             problem = Problem(model, x, y, threat, Noise.of(seeds, len(x)).seeds)
             run = self.begin_run(problem)
         else:
+            self._check_resume(resume, len(x))
             problem, run = Problem(model, x, y, threat, resume.seeds), resume
         while not run.done:
             run = Run(run.step + 1, run.steps, self.advance(problem, run.state, run.step, limit))
             if on_step is not None and on_step(run):
                 break
         return run
+
+    def _check_resume(self, run: Run, images: int) -> None:
+        classes = run.state["clean"].shape[1]
+        if len(run.z) != images or run.steps != self.steps(classes):
+            began = f"{len(run.z)} images and {run.steps} steps"
+            raise InputError(f"The run to continue has {began}, this attack {images} and {self.steps(classes)}.")
 
     def begin_run(self, problem: Problem) -> Run:
         """The run before its first step: one look at the unperturbed images."""
