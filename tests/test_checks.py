@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from diffpure.attacks import APGD, EOT, FAB, PGD, Square, Suite, Transfer, TwoStage
 from diffpure.evaluation import checks
-from diffpure.threats import Linf
+from diffpure.samplers import ReverseSDE
+from diffpure.threats import L2, Linf
 from test_attacks import Linear, Noisy, problem
 
 T, F = True, False
@@ -116,3 +117,15 @@ def test_every_attack_can_be_strengthened():
     wrapped = checks.strengthened(TwoStage(attack=PGD(eot=EOT(5))), draws=2)
     assert wrapped.attack.eot.draws == 10
     assert checks.strengthened(Transfer(attack=PGD()), moves=2).attack.iterations == 200
+
+
+def test_a_real_diffusion_that_masks_its_gradient_is_found_out():
+    """Four steps from t* = 0.2 snap every image to a seen digit: the exact gradient leads nowhere, BPDA's does."""
+    digits = pytest.importorskip("digits", reason="needs scikit-learn")
+    x, y = digits.held_out(12)
+    attack, threat = APGD(iterations=6, eot=EOT(4)), L2(1.5)
+    exact, bpda = (digits.defence(mode, ReverseSDE(t_star=0.2, steps=4)) for mode in ("exact", "bpda"))
+    white = checks.attacked(attack, exact, x, y, threat, range(12), 16)
+    identity = checks.attacked(attack, bpda, x, y, threat, range(12), 16)
+    assert checks.fewer(white, identity, random=True)
+    assert checks.unbounded_survivors(checks.attacked(attack, exact, x, y, threat.unbounded(x), range(12), 16))
