@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -23,6 +25,7 @@ from diffpure.errors import InputError
 from diffpure.evaluation.engine import Local, Work
 from diffpure.evaluation.estimate import Calibration, _Peak, bytes_of, calibrate, spending
 from diffpure.evaluation.evaluate import Tick, evaluate, prepare
+from diffpure.evaluation.pictures import save_pngs
 from diffpure.evaluation.results import CLEAN, Result, Row, read_rows
 from diffpure.evaluation.spec import ATTACKS, EvaluationSpec, attacks_of
 from diffpure.evaluation.store import Store
@@ -124,7 +127,9 @@ def test_an_attack_that_cheats_is_moved_back():
             return state
 
         def begin(self, problem, state, i, run):
-            return {**state, "best": torch.ones_like(state["best"])}
+            too_far = torch.ones_like(state["best"])
+            too_far[0, 0, 0, 0] = torch.nan
+            return {**state, "best": too_far}
 
         def move(self, problem, state, i, k):
             return state
@@ -186,8 +191,10 @@ def killed_at(folder: Path, delay: float) -> bool:
     """Run the evaluation in a child and kill it; True if it was still running."""
     child = os.fork()
     if child == 0:
-        settle(folder, engine=Local(save_every=0.0))
-        os._exit(0)
+        try:
+            settle(folder, engine=Local(save_every=0.0))
+        finally:
+            os._exit(0)
     time.sleep(delay)
     done, _ = os.waitpid(child, os.WNOHANG)
     if not done:
@@ -619,3 +626,21 @@ def test_images_from_a_file(tmp_path):
     found, labels = load_images(spec.data)
     assert torch.equal(found, x[[2, 0]])
     assert torch.equal(labels, y[[2, 0]])
+
+
+# ---------------------------------------------------------------------------------------------------- pictures
+
+
+def test_pngs_keep_the_budget(tmp_path):
+    model = Linear()
+    x, y = line_up(model, [0.2, -0.1, 0.0])
+    x = (x * 255).round() / 255
+    evaluate(model, x, y, Linf(7.6 / 255), [PGD(iterations=3)], batch=2, out=tmp_path / "r")
+    files = save_pngs(tmp_path / "r", tmp_path / "png")
+    assert [str(file.relative_to(tmp_path / "png")) for file in files] == [
+        f"pgd-ce-seed0/{place:06d}.png" for place in range(3)
+    ]
+    levels = torch.stack([torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1) for file in files]).double()
+    assert (levels - x.double() * 255).abs().max() == pytest.approx(7)
+    with pytest.raises(InputError, match="no adversarial images"):
+        save_pngs(tmp_path, tmp_path / "png")

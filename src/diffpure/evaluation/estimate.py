@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from diffpure.attacks import Attack, Suite
+from diffpure.attacks import Attack, Suite, Transfer
 from diffpure.attacks.losses import Model, call, check_logits
 from diffpure.attacks.pgd import RestartedAttack
 from diffpure.errors import InputError
@@ -105,6 +105,8 @@ def spending(attack: Attack, classes: int) -> tuple[int, int]:
     if isinstance(attack, Suite):
         parts = [spending(inner, classes) for inner in attack.attacks]
         return sum(g for g, _ in parts), sum(q for _, q in parts)
+    if isinstance(attack, Transfer) and attack.part == "classifier":
+        return 0, 2 * attack.eot.draws  # what it asks of the bare classifier is little beside a purification
     if isinstance(attack, RestartedAttack):  # every look has a gradient but the first and the last of each run
         runs = attack.steps(classes) // attack.length
         return runs * attack.iterations * attack.eot.draws, (runs + 1) * attack.eot.draws

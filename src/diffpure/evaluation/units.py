@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from diffpure.attacks import EOT, Attack, Run, Transfer, draw_seeds
-from diffpure.attacks.base import COUNTERS, OnStep
+from diffpure.attacks.base import COUNTERS, OnStep, choose
 from diffpure.attacks.losses import Model, call, check_logits
 from diffpure.evaluation.results import CLEAN, Row, Rule
 from diffpure.sde import Noise, mix
@@ -127,10 +127,11 @@ def compute(job: Job, unit: Unit, batch: Batch, on_step: OnStep | None = None, r
     attack = with_rows(job.attacks[unit.attack], job.rows)
     run = attack.run(job.model, batch.x, batch.y, job.threat, seeds=seeds, on_step=on_step, resume=resume)
     within = job.threat.within(batch.x, run.z)
-    z = torch.where(within.reshape(-1, *[1] * (run.z.ndim - 1)), run.z, job.threat.project(batch.x, run.z))
+    found = torch.nan_to_num(run.z, nan=0.0, posinf=0.0, neginf=0.0)  # what is no number changes nothing
+    z = choose(within, found, job.threat.project(batch.x, found))
     x = job.threat.apply(batch.x, z)
     verdict = judge(job, x, judge_seeds(job, unit, seeds))
-    size = job.threat.size(run.z)
+    size = job.threat.size(found)
     return _done(unit, batch, verdict, job, began, run=run, within=within, size=size, kept={"z": z, "images": x})
 
 
