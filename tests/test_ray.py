@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -65,12 +64,12 @@ def busy_workers() -> list[int]:
     return found
 
 
-def kill_one(killed: list[int], until: float) -> None:
-    while not killed and time.monotonic() < until:
+def kill_one(killed: list[int], over: threading.Event) -> None:
+    while not killed and not over.is_set():
         for pid in busy_workers()[:1]:
             os.kill(pid, signal.SIGKILL)
             killed.append(pid)
-        time.sleep(0.005)
+        over.wait(0.005)
 
 
 def test_an_address_where_nothing_is(tmp_path):
@@ -90,10 +89,14 @@ def cluster() -> Iterator[Ray]:
 def test_two_workers_of_which_one_is_killed_give_the_local_rows(tmp_path, cluster):
     local = settle(tmp_path / "local", Local())
     killed: list[int] = []
-    killer = threading.Thread(target=kill_one, args=(killed, time.monotonic() + 60))
+    over = threading.Event()
+    killer = threading.Thread(target=kill_one, args=(killed, over))
     killer.start()
-    remote = settle(tmp_path / "ray", cluster)
-    killer.join()
+    try:
+        remote = settle(tmp_path / "ray", cluster)
+    finally:
+        over.set()
+        killer.join()
     assert killed
     assert timeless(remote.rows) == timeless(local.rows)
     assert remote.summary()["rates"] == local.summary()["rates"]

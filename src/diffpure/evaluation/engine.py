@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from diffpure.attacks import Run
 from diffpure.errors import InputError
-from diffpure.evaluation.units import Batch, Done, Job, Unit, compute, device_of
+from diffpure.evaluation.units import Batch, Done, Job, Unit, compute, device_of, threads
 
 Step = Callable[[Unit, int, int], None]  # (unit, step, of)
 Save = Callable[[Unit, Run], None]
@@ -93,12 +93,13 @@ class Local:
 class Ray:
     """Units as tasks of a Ray cluster: the one at `address`, or one on this machine.
 
-    cpus, gpus: what a task reserves.   workers: the size of a cluster on this machine, in tasks; as many as it has
-    CPUs for by default.   retries: how often a task is run again when its worker is lost.
+    cpus, gpus: what a task reserves, by default one CPU a thread of the run (start it with one thread to have more
+    tasks).   workers: the size of a cluster on this machine, in tasks.   retries: how often a task is run again when
+    its worker is lost.
     """
 
     address: str | None = None
-    cpus: float = 1.0
+    cpus: float | None = None
     gpus: float = 0.0
     workers: int | None = None
     retries: int = 5
@@ -108,14 +109,14 @@ class Ray:
         ray = _ray()
         started = self._connect(ray)
         try:
-            remote = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, max_retries=self.retries)(_task)
-            job, threads = ray.put(work.job), torch.get_num_threads()
+            remote = ray.remote(num_cpus=self._cpus, num_gpus=self.gpus, max_retries=self.retries)(_task)
+            job, count = ray.put(work.job), torch.get_num_threads()
             waiting = list(reversed(work.units))
             running: dict[Any, Unit] = {}
             while waiting or running:
                 while waiting and len(running) < self._window(ray):
                     unit = waiting.pop()
-                    running[remote.remote(job, unit, work.batch(unit), threads, self.gpus > 0)] = unit
+                    running[remote.remote(job, unit, work.batch(unit), count, self.gpus > 0)] = unit
                 ready, _ = ray.wait(list(running), num_returns=1)
                 for reference in ready:
                     unit = running.pop(reference)
@@ -136,7 +137,7 @@ class Ray:
         paths = os.pathsep.join(path for path in sys.path if path)
         own: dict[str, Any] = {"include_dashboard": False, "runtime_env": {"env_vars": {"PYTHONPATH": paths}}}
         if self.workers is not None:
-            own["num_cpus"] = max(1, round(self.workers * self.cpus))
+            own["num_cpus"] = max(1, round(self.workers * self._cpus))
         if self.address is not None:
             _knock(self.address)
         try:
@@ -145,10 +146,14 @@ class Ray:
             raise _unreachable(self.address or "this machine", error) from error
         return True
 
+    @property
+    def _cpus(self) -> float:
+        return float(torch.get_num_threads()) if self.cpus is None else self.cpus
+
     def _window(self, ray: Any) -> int:
         """How many tasks to have under way: two for every place there is."""
         resources = ray.cluster_resources()
-        places = resources.get("CPU", 1) / self.cpus if self.cpus else 1.0
+        places = resources.get("CPU", 1) / self._cpus if self._cpus else 1.0
         if self.gpus:
             places = min(places, resources.get("GPU", 0) / self.gpus)
             if places < 1:
@@ -181,13 +186,13 @@ def _unreachable(address: str, error: Exception) -> InputError:
     return InputError(f"There is no way to reach a Ray cluster at {address} ({reason}).")
 
 
-def _task(job: Job, unit: Unit, batch: Batch, threads: int, gpu: bool) -> Done:
-    """One unit in a worker, with the driver's number of threads: another number may round differently."""
-    torch.set_num_threads(threads)
+def _task(job: Job, unit: Unit, batch: Batch, count: int, gpu: bool) -> Done:
+    """One unit in a worker, with as many threads as the driver has."""
     device = torch.device("cuda" if gpu else "cpu")
     if isinstance(job.model, nn.Module) and device_of(job.model) != device:
         job = replace(job, model=job.model.to(device))
-    return compute(job, unit, on_device(batch, device))
+    with threads(count):
+        return compute(job, unit, on_device(batch, device))
 
 
 def _result(ray: Any, reference: Any) -> Done:

@@ -29,7 +29,7 @@ from diffpure.evaluation.estimate import Calibration, Estimate, available_memory
 from diffpure.evaluation.results import CLEAN, DEFAULT_RULES, SUMMARY, Result, Row, Rule, ordered
 from diffpure.evaluation.spec import named
 from diffpure.evaluation.store import IMAGES, STATE, Store, read_tensors
-from diffpure.evaluation.units import Job, Seeded, Unit, device_of, plan, slug
+from diffpure.evaluation.units import Job, Seeded, Unit, device_of, plan, slug, threads
 from diffpure.threats import ThreatModel
 from diffpure.validate import check_images, check_labels
 
@@ -83,7 +83,8 @@ def evaluate(
     eot: draws for every attack that takes them.   rules: when an image counts as right.   seeds: repeat it all.
     batch: images attacked together.   rows: images in one call of the model, else chosen to fit `memory` bytes (half
     of what is free).   places: the images' places in their data, which name their noise.   probe: on how many images
-    the checks attack again, harder.   engine: `Local()` or `Ray(...)`.
+    the checks attack again, harder.   engine: `Local()` or `Ray(...)`.   A run that goes on keeps its `rows` and its
+    number of threads, as both decide how sums round.
     """
     ready = prepare(
         model, images, labels, threat, attacks, eot=eot, rules=rules, seeds=seeds, batch=batch, rows=rows,
@@ -103,11 +104,12 @@ def evaluate(
         ready = ready.planned(store.header)
         have = {row.key for row in store.rows}
         units = [unit for unit in ready.units if not all(key in have for key in ready.keys(unit))]
-        for done in engine.run(_work(ready, units, store), _ticker(ready, progress, store.rows)):
-            if done.tensors:
-                store.save_tensors(f"{IMAGES}/{done.unit.file}", done.tensors)
-            store.append([row for row in done.rows if row.key not in have])
-            store.remove(STATE)
+        with threads(store.header["threads"]):
+            for done in engine.run(_work(ready, units, store), _ticker(ready, progress, store.rows)):
+                if done.tensors:
+                    store.save_tensors(f"{IMAGES}/{done.unit.file}", done.tensors)
+                store.append([row for row in done.rows if row.key not in have])
+                store.remove(STATE)
         old = Path(out) / SUMMARY
         if not units and old.is_file():
             warnings = tuple(json.loads(old.read_text("utf-8"))["warnings"])
@@ -209,7 +211,8 @@ def prepare(
         "rows": fitting,
         "calls": list(calibration.calls),
         "versions": {"diffpure": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "machine": {"device": str(device), "processor": platform.machine(), "threads": torch.get_num_threads()},
+        "threads": torch.get_num_threads(),
+        "machine": {"device": str(device), "processor": platform.machine()},
     }
     return Ready(job, images, labels, json.loads(json.dumps(header)), calibration)
 

@@ -12,10 +12,11 @@ Only for an attack that knows the noise (`EOT(fixed=True)`) the judge uses the n
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Final, final
 
@@ -235,6 +236,17 @@ def device_of(model: Model) -> torch.device:
         for tensor in (*model.parameters(), *model.buffers()):
             return tensor.device
     return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Compute with so many threads: they split sums, so another number may round differently."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @final

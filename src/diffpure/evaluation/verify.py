@@ -24,7 +24,7 @@ from diffpure.evaluation.engine import Work, on_device
 from diffpure.evaluation.evaluate import Ready
 from diffpure.evaluation.results import CLEAN, SUMMARY, Result, Row, ordered, read_rows
 from diffpure.evaluation.store import IDENTITY, IMAGES, read_tensors
-from diffpure.evaluation.units import Batch, Unit, attack_seeds, device_of, judge, judge_seeds
+from diffpure.evaluation.units import Batch, Unit, attack_seeds, device_of, judge, judge_seeds, threads
 
 
 @final
@@ -60,7 +60,8 @@ def verify(folder: str | Path, ready: Ready, *, progress: Callable[[int, int], N
     by_key = {row.key: row for row in rows}
     count = 0
     for done, unit in enumerate(ready.units):
-        found, images = _unit_problems(folder, ready, unit, by_key)
+        with threads(header["threads"]):
+            found, images = _unit_problems(folder, ready, unit, by_key)
         problems += found
         count += images
         if progress is not None:
