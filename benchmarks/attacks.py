@@ -160,14 +160,14 @@ def main() -> None:
 
 def compare_samplers(model: dp.Defense, arguments: argparse.Namespace) -> None:
     """VP-ODE against VP-SDE, both with exact gradients (the paper, with its adjoint, found the ODE far weaker)."""
-    x, y = held_out(4 * arguments.images)
+    x, y = held_out(3 * arguments.images)
     for name, sampler in {"VP-SDE": dp.ReverseSDE, "VP-ODE": dp.ProbabilityFlow}.items():
         purifier = dp.Purifier(model.purifier.score, sampler(t_star=0.1, steps=arguments.steps))
         defence = dp.Defense(purifier, model.classifier)
         draws = arguments.draws if defence.stochastic else 1
         rows = []
         for loss in ("ce", "dlr"):
-            adversarial = ours(defence, x, y, loss, 0.15, 4 * arguments.iterations, draws)
+            adversarial = ours(defence, x, y, loss, 0.15, 2 * arguments.iterations, draws)
             rows.append(f"apgd-{loss} {judged(defence, adversarial, y)[1]:.1f}")
         print(f"{name}: clean {judged(defence, x, y)[1]:.1f} of {len(x)}, single draws; survivors {', '.join(rows)}")
 
