@@ -15,6 +15,7 @@ from PIL import Image
 
 from diffpure.data import cifar10
 from diffpure.data.samples import choose, places, samples
+from diffpure.disk import home
 from diffpure.errors import InputError
 
 
@@ -150,9 +151,9 @@ def test_no_source_at_all_is_one_sentence(tmp_path, archive):
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("DIFFPURE_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cifar10.cache_folder() == tmp_path / "diffpure"
+    assert home() == tmp_path / "diffpure"
     monkeypatch.setenv("DIFFPURE_CACHE", str(tmp_path / "own"))
-    assert cifar10.cache_folder() == tmp_path / "own"
+    assert home() == tmp_path / "own"
     with pytest.raises(InputError, match="diffpure data fetch cifar10"):
         cifar10.load()
 

@@ -170,7 +170,7 @@ def test_resizing_keeps_a_smooth_image():
 def test_an_unwritable_place_is_one_sentence(tmp_path):
     Image.fromarray(smooth(16, 16)).save(tmp_path / "a.png")
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be made"):
+    with pytest.raises(InputError, match="cannot be written or read"):
         purify_files(identity(), [str(tmp_path / "a.png")], tmp_path / "file" / "out")
 
 

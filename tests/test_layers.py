@@ -13,6 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "diffpure"
 
 LAYERS = (
     "errors",
+    "disk",
     "validate",
     "sde",
     "checkpoints",

@@ -9,7 +9,6 @@ when it is first loaded, and a later change of it is warned about.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tomllib
 import urllib.error
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, final
 
 from diffpure.checkpoints import check_hash, read, sha256
+from diffpure.disk import home
 from diffpure.errors import InputError, unknown
 
 Kind = Literal["score", "classifier"]
@@ -58,13 +58,6 @@ class Card:
     def present(self) -> bool:
         """Whether the file is on this machine."""
         return self.path.is_file()
-
-
-def home() -> Path:
-    """The user's cache: $DIFFPURE_CACHE, or diffpure under $XDG_CACHE_HOME or ~/.cache."""
-    if own := os.environ.get("DIFFPURE_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diffpure"
 
 
 def cards(kind: Kind | None = None) -> dict[str, Card]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import io
-import os
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from PIL import Image
 from torch import Tensor
 
 from diffpure.data.images import SUFFIXES, open_image, pixels_of, to_tensor
+from diffpure.disk import one_sentence, write_whole
 from diffpure.errors import InputError
 from diffpure.purify import Purifier
 from diffpure.sde import Noise, mix
@@ -155,7 +155,8 @@ def purify_files(
     on_image is called with an image's item, its pixels (1, 3, H, W) and its seed, for pictures of the way back.
     """
     report = Report()
-    _make_folder(out)
+    with one_sentence(out):
+        out.mkdir(parents=True, exist_ok=True)
     items = list(find(inputs, report))
     report.skipped = [item.name for item in items if (out / item.name).exists()]
     todo = [item for item in items if item.name not in set(report.skipped)]
@@ -164,7 +165,9 @@ def purify_files(
         pixels = torch.stack([picture.pixels for _, picture in group])
         clean = purify_images(purifier, pixels, fit, seeds, batch)
         for (item, picture), x, y, own in zip(group, pixels, clean, seeds, strict=True):
-            write_whole(out / item.name, encode(picture, y))
+            with one_sentence(out):
+                (out / item.name).parent.mkdir(parents=True, exist_ok=True)
+                write_whole(out / item.name, encode(picture, y))
             report.done.append(item.name)
             if on_image is not None:
                 on_image(item, x[None], [own])
@@ -269,22 +272,3 @@ def _seed_of(name: str, seed: int | None) -> int:
     if seed is None:
         return Noise.of(None, 1).seeds[0]
     return mix(seed, int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"The folder {folder} cannot be made: {error.strerror}.") from error
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file beside its place and rename it, so that it is either whole or absent."""
-    part = path.with_name(path.name + ".part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(data)
-        os.replace(part, path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise InputError(f"{path} cannot be written: {error.strerror}.") from error

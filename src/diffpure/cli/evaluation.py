@@ -10,6 +10,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from diffpure.cli.base import Bars, Threads, app, console, use_threads
+from diffpure.disk import one_sentence
 from diffpure.errors import InputError, unknown
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def attack(
     images: Images = 16,
     threads: Threads = None,
 ) -> None:
-    """Craft adversarial images with the first attack of a spec, and save them as 8-bit images inside the budget."""
+    """Craft adversarial images with the first attack of a spec, and save them as floats in [0, 1]."""
     use_threads(threads)
     import numpy as np
 
@@ -120,7 +121,7 @@ def attack(
     with Bars() as bars:
         run = first.run(world.model, x, y, threat, seeds=seeds, on_step=lambda r: bars(name, r.step, r.steps))
     made = threat.apply(x, run.z)
-    with out.open("wb") as file:
+    with one_sentence(out), out.open("wb") as file:
         np.savez_compressed(file, clean=x.numpy(), attacked=made.numpy(), labels=y.numpy())
     console.print(
         f"{len(x)} images under {name}, {int(run.broken.sum())} broken by its own count: {out}", soft_wrap=True

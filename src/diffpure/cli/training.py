@@ -33,7 +33,7 @@ def fetch(name: Annotated[str, typer.Argument(help="cifar10")] = "cifar10") -> N
 @data_app.command(epilog="Example: diffpure data where")
 def where() -> None:
     """Show the cache folder, where data sets and checkpoints are kept."""
-    from diffpure.cards import home
+    from diffpure.disk import home
 
     console.print(str(home()), soft_wrap=True)
 

@@ -12,7 +12,6 @@ The official batches exist in three forms, and `read` takes a folder of any of t
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 import subprocess
@@ -32,6 +31,7 @@ from PIL import Image
 from torch import Tensor
 
 from diffpure.checkpoints import sha256
+from diffpure.disk import home as cache_home
 from diffpure.errors import InputError, unknown
 
 CLASSES: Final = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -71,18 +71,11 @@ class Images:
         return self.pixels.to(torch.float32) / 255
 
 
-def cache_folder() -> Path:
-    """The user's cache: $DIFFPURE_CACHE, or diffpure under $XDG_CACHE_HOME or ~/.cache."""
-    if own := os.environ.get("DIFFPURE_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diffpure"
-
-
 def load(split: str = "train", path: str | Path | None = None) -> Images:
     """The images of one split, from `path` or from where `fetch` puts them."""
     if path is not None:
         return read(path, split)
-    home = cache_folder() / "cifar10"
+    home = cache_home() / "cifar10"
     if not (home / FOLDER).is_dir():
         raise InputError(f"CIFAR-10 is not in {home}; get it with `diffpure data fetch cifar10` or give its path.")
     return read(home, split)
@@ -184,7 +177,7 @@ def fetch(
     Each batch is unpacked beside its place, checked by sha256 and then renamed, so a killed fetch leaves only whole
     batches and the next call gets the rest; a download broken off goes on at the byte where it stopped.
     """
-    home = home or cache_folder() / "cifar10"
+    home = home or cache_home() / "cifar10"
     folder = home / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     missing = {name for name, digest in hashes.items() if not _is_whole(folder / name, digest)}

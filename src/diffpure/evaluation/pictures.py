@@ -9,8 +9,8 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from diffpure.disk import one_sentence
 from diffpure.errors import InputError
-from diffpure.evaluation.files import one_sentence
 from diffpure.evaluation.store import IMAGES, read_tensors
 
 LEVELS = 255

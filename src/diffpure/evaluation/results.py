@@ -26,8 +26,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, final
 
+from diffpure.disk import one_sentence, write_whole
 from diffpure.errors import InputError, unknown
-from diffpure.evaluation.files import one_sentence, write_whole
 
 CLEAN: Final = "clean"  # the name of the attack that changes nothing
 WORST: Final = "worst case"  # per image, over clean and all attacks

@@ -23,8 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from diffpure.disk import one_sentence, write_whole
 from diffpure.errors import InputError
-from diffpure.evaluation.files import one_sentence, write_whole
 from diffpure.evaluation.results import ROWS, SUMMARY, Row, read_rows
 
 IMAGES: Final = "adversarial"

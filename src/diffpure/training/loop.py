@@ -13,8 +13,8 @@ inside every operation, which all wait for the slowest at each of them.
 from __future__ import annotations
 
 import copy
+import io
 import math
-import os
 import signal
 import threading
 import time
@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
+from diffpure.disk import write_whole
 from diffpure.errors import InputError
 from diffpure.sde import mix
 
@@ -232,13 +233,10 @@ def averaged(model: nn.Module, average: Mapping[str, Tensor]) -> Iterator[nn.Mod
 def checkpoint(file: Path, step: int, model: nn.Module, average: State, optimiser: torch.optim.Optimizer) -> None:
     """Write the whole state of a run, so that the file is at every moment the old state or the new one."""
     state = {"step": step, "model": model.state_dict(), "average": average, "optimiser": optimiser.state_dict()}
+    data = io.BytesIO()
+    torch.save(state, data)
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    with part.open("wb") as stream:
-        torch.save(state, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    part.replace(file)
+    write_whole(file, data.getvalue())
 
 
 def restore(file: Path, model: nn.Module, average: State, optimiser: torch.optim.Optimizer) -> int:

@@ -40,9 +40,7 @@ class Recipe:
     config: ScoreConfig | ClassifierConfig
 
 
-def follow(
-    name: str, images: Images, folder: Path | None, console: Console | None = None, **changes: Any
-) -> nn.Module:
+def follow(name: str, images: Images, folder: Path | None, console: Console | None = None, **changes: Any) -> nn.Module:
     """The network of a recipe, trained on `images`; `changes` replace fields of its configuration."""
     if name not in RECIPES:
         raise unknown("recipe", name, RECIPES)

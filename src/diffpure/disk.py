@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and errors of the operating system as one sentence."""
+"""The user's cache, files that are there whole or not at all, and the operating system's errors as one sentence."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from diffpure.errors import InputError
+
+
+def home() -> Path:
+    """The user's cache: $DIFFPURE_CACHE, or diffpure under $XDG_CACHE_HOME or ~/.cache."""
+    if own := os.environ.get("DIFFPURE_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diffpure"
 
 
 def write_whole(path: Path, data: bytes) -> None:
