@@ -20,7 +20,7 @@ from diffpure.data.cifar10 import CLASSES
 from diffpure.data.samples import samples
 from diffpure.evaluation.results import Rate
 from diffpure.purify import Defense, Purifier
-from diffpure.samplers import FewStep
+from diffpure.samplers import Ancestral
 from diffpure.scores.load import load_score
 from diffpure.threats import Linf
 
@@ -65,7 +65,7 @@ class DemoConfig:
     images: int = 100
     adaptive_images: int = 16
     iterations: int = 10
-    draws: int = 4
+    draws: int = 8
     t_star: float = 0.1
     steps: int = 5
     seed: int = 0
@@ -76,7 +76,7 @@ def run_demo(config: DemoConfig | None = None, progress: Progress = lambda *_: N
     """Classify, attack the bare classifier, purify, attack the defence."""
     config = config or DemoConfig()
     classifier, score = load_classifier("cifar10-resnet"), load_score("cifar10-small")
-    defense = Defense(Purifier(score, FewStep(t_star=config.t_star, steps=config.steps)), classifier)
+    defense = Defense(Purifier(score, Ancestral(t_star=config.t_star, steps=config.steps)), classifier)
     x, y = samples(config.images)
     seeds = [config.seed * 1_000_003 + i for i in range(len(x))]
     threat = Linf(EPS)
@@ -117,7 +117,7 @@ def _picture(
     strips = {"clean": x[shown], "attacked": attacked[shown], "diffused": states[0], "purified": states[1]}
     with torch.no_grad():
         predictions = {name: tuple(defense.classifier(view).argmax(1).tolist()) for name, view in strips.items()}
-    sampler = f"few-step sampler ({2 * config.steps + 1} score calls)"
+    sampler = f"ancestral sampler in {config.steps} steps"
     notes = f"l-inf 8/255, t* = {config.t_star:g}, {sampler}, seed {config.seed}"
     return Demo(rows, strips, predictions, tuple(y[shown].tolist()), notes)
 
