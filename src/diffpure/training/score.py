@@ -40,7 +40,7 @@ WEIGHTINGS: Final[dict[str, Callable[[Schedule, Tensor], Tensor]]] = {
 class ScoreConfig:
     """What a training of a score depends on, beside its data; the defaults are those of `cifar10-small`."""
 
-    examples: int = 800_000  # images seen in all, mirrored ones included
+    examples: int = 544_000  # images seen in all, mirrored ones included
     batch: int = 64
     rate: float = 2e-3
     clip: float = 1.0
