@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from rich.console import Console
@@ -15,6 +16,8 @@ __all__ = ["app", "demo", "evaluation", "images", "machine", "main", "models", "
 
 def main() -> None:
     """Run the command line; what a user can mend is one sentence on standard error and exit code 2."""
+    # Before torch is imported: threads that spin while they wait stop each other on a busy machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         app()
     except InputError as error:
