@@ -167,6 +167,8 @@ def test_a_run_refuses_impossible_numbers():
         follow("cifar10-smal", Images(torch.zeros(0), torch.zeros(0)), None)
     with pytest.raises(InputError, match="TRADES"):
         replace(FAST_LINF, trades=0)
+    with pytest.raises(InputError, match="one move"):
+        replace(FAST_LINF, iterations=0)
 
 
 def test_a_loss_that_is_not_finite_stops_the_training():
@@ -292,9 +294,9 @@ def test_a_classifier_can_be_trained_on_purified_images(digits):
 @pytest.mark.parametrize(
     "adversary",
     [
-        Adversary(threat=Linf(0.1), attack=PGD(iterations=1, step_size=0.125)),
-        Adversary(threat=Linf(0.1), attack=PGD(iterations=2), trades=4.0),
-        Adversary(threat=L2(0.5), attack=PGD(iterations=2)),
+        Adversary(threat=Linf(0.1), iterations=1, step_size=0.125),
+        Adversary(threat=Linf(0.1), iterations=2, trades=4.0),
+        Adversary(threat=L2(0.5), iterations=2),
     ],
     ids=["fast", "trades", "l2"],
 )
