@@ -22,10 +22,11 @@ from diffpure.data.cifar10 import Images
 from diffpure.errors import InputError
 from diffpure.scores.small import SmallUNet
 from diffpure.threats import L2, Linf
-from diffpure.training import recipes
+from diffpure.training import precision, recipes
 from diffpure.training.adversarial import FAST_LINF, Adversary
 from diffpure.training.classifier import Augmented, ClassifierConfig, train_classifier
 from diffpure.training.loop import Run, Workers, averaged, batch_indices, cosine, generator, train, triangular
+from diffpure.training.precision import bfloat16_speedup, settle
 from diffpure.training.recipes import RECIPES, export, follow
 from diffpure.training.score import ScoreConfig, _draw, epsilon_error, picture, train_score
 
@@ -47,10 +48,10 @@ def toy_loss(model: nn.Module, x: Tensor) -> Tensor:
     return F.mse_loss(model(x), x.flatten(1)[:, :3])
 
 
-def run_toy(folder: Path | None, stop: int | None = None, steps: int = 30, threads: int = 2) -> dict[str, Tensor]:
+def run_toy(folder: Path | None, stop: int | None = None, precision: str = "float32") -> dict[str, Tensor]:
     """The averaged weights of a toy run; with `stop`, interrupted from the keyboard at that step."""
     model, optimiser = toy()
-    run = Run(steps=steps, folder=folder, decay=0.9, clip=1.0, log_steps=5, threads=threads)
+    run = Run(steps=30, folder=folder, decay=0.9, clip=1.0, log_steps=5, threads=2, precision=precision)
     return train(model, optimiser, partial(toy_batch, stop=stop), toy_loss, cosine(), run)
 
 
@@ -77,6 +78,66 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     optimiser = torch.optim.Adam(model.parameters())
     with pytest.raises(InputError, match="another model"):
         train(model, optimiser, toy_batch, toy_loss, cosine(), Run(steps=1, folder=tmp_path))
+
+
+def test_the_probe_of_bfloat16_survives_any_machine():
+    """Here it may work, be slow, or kill the child; this process goes on, and "auto" is the faster of the two."""
+    speedup = bfloat16_speedup()
+    assert speedup is None or speedup > 0
+    assert settle("auto") == ("bfloat16" if (speedup or 0) > 1 else "float32")
+
+
+@pytest.mark.parametrize("death", ["import os, signal; os.kill(os.getpid(), signal.SIGILL)", "print('no number')"])
+def test_a_probe_that_dies_means_no_bfloat16(monkeypatch, death):
+    monkeypatch.setattr(precision, "_PROBE", death)
+    monkeypatch.setattr(precision, "bfloat16_speedup", bfloat16_speedup.__wrapped__)
+    assert settle("auto") == "float32"
+    with pytest.raises(InputError, match="cannot train in bfloat16"):
+        settle("bfloat16")
+
+
+@pytest.fixture
+def half(monkeypatch):
+    """A machine with low precision: float16 stands for bfloat16, which may kill the process."""
+    monkeypatch.setattr(precision, "bfloat16_speedup", lambda: 2.0)
+    monkeypatch.setitem(precision.DTYPES, "bfloat16", torch.float16)
+
+
+def test_low_precision_is_used_and_kept_when_a_run_goes_on(tmp_path, half):
+    assert not same(run_toy(None, precision="bfloat16"), run_toy(None))
+    with pytest.raises(KeyboardInterrupt):
+        run_toy(tmp_path, 13, "auto")
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["precision"] == "bfloat16"
+    with pytest.raises(InputError, match="begun in bfloat16"):
+        run_toy(tmp_path, precision="float32")
+    weights = run_toy(tmp_path, precision="auto")
+    assert same(weights, run_toy(None, precision="bfloat16"))
+    assert all(value.dtype != torch.float16 for value in weights.values())
+
+
+def test_threads_in_low_precision_give_the_gradient_of_the_whole(half):
+    gradients = []
+    for threads in (1, 3):
+        model = toy()[0].eval()
+        seen = []
+
+        def loss(replica: nn.Module, x: Tensor, seen: list[torch.dtype] = seen) -> Tensor:
+            seen.append(replica(x).dtype)
+            return toy_loss(replica, x)
+
+        with Workers(model, loss, threads, "bfloat16") as workers:
+            workers.gradient(torch.randn(10, 1, 8, 8, generator=generator(1, 1)))
+        assert seen == [torch.float16] * threads
+        gradients.append([p.grad for p in model.parameters()])
+    for one, three in zip(*gradients, strict=True):
+        assert one.dtype == torch.float32
+        assert torch.allclose(one, three, rtol=2e-2, atol=2e-3)
+
+
+def test_a_run_begun_in_float32_goes_on_in_it_where_bfloat16_is_faster(tmp_path, half):
+    with pytest.raises(KeyboardInterrupt):
+        run_toy(tmp_path, 13)
+    assert same(run_toy(tmp_path, precision="auto"), run_toy(None))
 
 
 KILLED = """
@@ -157,6 +218,8 @@ def test_every_epoch_shows_every_image_once():
 def test_a_run_refuses_impossible_numbers():
     with pytest.raises(InputError, match="steps >= 1"):
         Run(steps=0)
+    with pytest.raises(InputError, match="precision"):
+        Run(steps=1, precision="float16")
     with pytest.raises(InputError, match="weighting"):
         ScoreConfig(weighting="epsilom")
     with pytest.raises(InputError, match="t_max"):

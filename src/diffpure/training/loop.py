@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from diffpure.disk import write_whole
 from diffpure.errors import InputError
 from diffpure.sde import mix
+from diffpure.training.precision import DTYPES, check, settle
 
 State = dict[str, Tensor]
 Batch = Callable[[int], tuple[Tensor, ...]]  # the tensors of a step, each with one row an example
@@ -53,10 +54,12 @@ class Run:
     checkpoint_seconds: float = 180.0
     log_steps: int = 20
     threads: int | None = None  # parts of a batch, one thread each; by default as many as torch uses
+    precision: str = "float32"  # or "bfloat16", or "auto": the faster; a run goes on in what it was begun in
 
     def __post_init__(self) -> None:
         if self.steps < 1 or not 0 <= self.decay < 1 or (self.threads or 1) < 1:
             raise InputError(f"A run needs steps >= 1, threads >= 1 and 0 <= decay < 1, got {self}.")
+        check(self.precision)
 
 
 def generator(seed: int, step: int, purpose: int = 0) -> torch.Generator:
@@ -108,10 +111,11 @@ def train(
     average = {name: value.detach().clone() for name, value in model.state_dict().items()}
     rates = [group["lr"] for group in optimiser.param_groups]
     file = run.folder / CHECKPOINT if run.folder else None
-    step = restore(file, model, average, optimiser) if file and file.is_file() else 0
+    step, recorded = restore(file, model, average, optimiser) if file and file.is_file() else (0, None)
+    precision = settle(run.precision, recorded)
     log = _Log(run.folder / "log.txt" if run.folder else None)
     saved = time.monotonic()
-    with Workers(model, loss, run.threads) as workers, _bar(console) as bar, _interrupts() as interrupts:
+    with Workers(model, loss, run.threads, precision) as workers, _bar(console) as bar, _interrupts() as interrupts:
         task = bar.add_task("training", total=run.steps, completed=step, loss="–")
         while step < run.steps:
             factor = schedule(step / run.steps)
@@ -130,7 +134,7 @@ def train(
                 bar.update(task, completed=step, loss=f"{value:.4f}")
             due = time.monotonic() - saved > run.checkpoint_seconds or step == run.steps
             if file and (due or interrupts):
-                checkpoint(file, step, model, average, optimiser)
+                checkpoint(file, step, model, average, optimiser, precision)
             if interrupts:
                 raise KeyboardInterrupt
             if due:
@@ -159,10 +163,11 @@ def _interrupts() -> Iterator[list[int]]:
 class Workers:
     """Threads that compute the gradient of a batch together, each on its rows and its replica of the model."""
 
-    def __init__(self, model: nn.Module, loss: Loss, threads: int | None) -> None:
+    def __init__(self, model: nn.Module, loss: Loss, threads: int | None, precision: str = "float32") -> None:
         self.before = torch.get_num_threads()
         self.weights = [p for p in model.parameters() if p.requires_grad]
         self.loss = loss
+        self.dtype = DTYPES[precision]
         self.replicas = [model, *(_replica(model) for _ in range((threads or self.before) - 1))]
         # Setting the number of threads concerns the thread that sets it: every worker runs its operations alone.
         self.pool = ThreadPoolExecutor(len(self.replicas), initializer=torch.set_num_threads, initargs=(1,))
@@ -187,7 +192,10 @@ class Workers:
 
     def _part(self, replica: nn.Module, *rows: Tensor) -> tuple[float, tuple[Tensor, ...]]:
         weights = [p for p in replica.parameters() if p.requires_grad]
-        value = self.loss(replica, *rows)
+        # Threads share the weights, so they must not share the cache of their casts.
+        low = self.dtype != torch.float32
+        with torch.autocast("cpu", self.dtype if low else None, enabled=low, cache_enabled=False):
+            value = self.loss(replica, *rows)
         return value.item(), torch.autograd.grad(value, weights)
 
     @torch.no_grad()
@@ -230,17 +238,25 @@ def averaged(model: nn.Module, average: Mapping[str, Tensor]) -> Iterator[nn.Mod
         model.train(was_training)
 
 
-def checkpoint(file: Path, step: int, model: nn.Module, average: State, optimiser: torch.optim.Optimizer) -> None:
+def checkpoint(
+    file: Path, step: int, model: nn.Module, average: State, optimiser: torch.optim.Optimizer, precision: str
+) -> None:
     """Write the whole state of a run, so that the file is at every moment the old state or the new one."""
-    state = {"step": step, "model": model.state_dict(), "average": average, "optimiser": optimiser.state_dict()}
+    state = {
+        "step": step,
+        "model": model.state_dict(),
+        "average": average,
+        "optimiser": optimiser.state_dict(),
+        "precision": precision,
+    }
     data = io.BytesIO()
     torch.save(state, data)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, data.getvalue())
 
 
-def restore(file: Path, model: nn.Module, average: State, optimiser: torch.optim.Optimizer) -> int:
-    """Load what `checkpoint` wrote, in place, and return the step to go on with."""
+def restore(file: Path, model: nn.Module, average: State, optimiser: torch.optim.Optimizer) -> tuple[int, str]:
+    """Load what `checkpoint` wrote, in place, and return the step to go on with and the precision."""
     state: dict[str, Any] = torch.load(file, weights_only=True)
     try:
         model.load_state_dict(state["model"])
@@ -249,7 +265,7 @@ def restore(file: Path, model: nn.Module, average: State, optimiser: torch.optim
         raise InputError(f"{file} belongs to another model; choose another folder for this run.") from error
     for name, value in state["average"].items():
         average[name].copy_(value)
-    return int(state["step"])
+    return int(state["step"]), str(state.get("precision", "float32"))
 
 
 class _Log:

@@ -51,6 +51,7 @@ class ScoreConfig:
     flip: bool = True
     seed: int = 0
     threads: int | None = None
+    precision: str = "float32"  # or "bfloat16", or "auto": the faster
     checkpoint_seconds: float = 180.0
 
     def __post_init__(self) -> None:
@@ -95,6 +96,7 @@ def train_score(
         clip=config.clip,
         checkpoint_seconds=config.checkpoint_seconds,
         threads=config.threads,
+        precision=config.precision,
     )
     optimiser = torch.optim.Adam(model.parameters(), lr=config.rate, betas=(0.9, 0.99))
     batch = partial(_draw, images, config)
