@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from diffpure.attacks import APGD, EOT, PGD, Attack, Square, Suite
 from diffpure.attacks.base import Run
 from diffpure.errors import InputError
+from diffpure.evaluation.calibrate import Calibration, Line, _Peak, bytes_of, calibrate, rows_that_fit
 from diffpure.evaluation.engine import Local, Step, Work
-from diffpure.evaluation.estimate import Calibration, _Peak, bytes_of, calibrate, spending
-from diffpure.evaluation.evaluate import Tick, evaluate, prepare
+from diffpure.evaluation.estimate import Estimate, estimate, spending
+from diffpure.evaluation.evaluate import Tick, _ticker, evaluate, prepare
 from diffpure.evaluation.pictures import save_pngs
 from diffpure.evaluation.results import CLEAN, Result, Row, read_rows
 from diffpure.evaluation.spec import ATTACKS, EvaluationSpec, attacks_of
@@ -117,7 +118,10 @@ def test_what_an_attack_spends_is_known(reference):
     assert {row.score_calls for row in rows} == {4 * gradient + (4 + 4) * forward}
     assert {row.score_calls for row in reference.rows if row.attack == CLEAN} == {4 * forward}
     assert spending(PGD(iterations=2, eot=EOT(2)), 5) == (4, 4)
-    assert spending(Suite(attacks=(PGD(iterations=2), APGD(iterations=3, loss="dlr-targeted"))), 5) == (2 + 12, 2 + 5)
+    assert spending(Suite(attacks=(PGD(iterations=2), APGD(iterations=3, loss="dlr-targeted"))), 5) == (
+        2 + 12,
+        1 + 1 + 4,
+    )
 
 
 def test_an_attack_that_cheats_is_moved_back():
@@ -292,7 +296,24 @@ def test_progress_ends_at_one(tmp_path):
     shares = [tick.share for tick in ticks]
     assert shares == sorted(shares)
     assert 0 < shares[0] < shares[-1] <= 1.0
-    assert {tick.attack for tick in ticks} == {"pgd-ce", "apgd-dlr", "square"}
+    assert {tick.attack for tick in ticks} == {CLEAN, "pgd-ce", "apgd-dlr", "square"}
+
+
+def test_the_time_that_is_left_follows_the_pace(monkeypatch):
+    """A machine on which every unit takes 1000 s, whatever the calibration says."""
+    ticks: list[Tick] = []
+    ready = prepare(defense(), *problem(), THREAT, attacks()[:1], rules=RULES, batch=1, rows=8)
+    clock = iter(range(0, 10**6, 1000))
+    monkeypatch.setattr("diffpure.evaluation.evaluate.time.perf_counter", lambda: next(clock))
+    tick = _ticker(ready, ticks.append, [])
+    for unit in ready.units:
+        tick(unit, 1, 1)
+    assert ticks[0].left == pytest.approx((1 - ticks[0].share) * ready.estimate.seconds)
+    clean, attacked = ready.seconds(ready.units[0]), ready.seconds(ready.units[1])
+    for done, now in list(enumerate(ticks))[2::2]:  # after as many attacked units as clean ones since the first
+        pairs = done // 2
+        assert now.left == pytest.approx(1000 * done / pairs * (COUNT - pairs - clean / (clean + attacked)))
+    assert ticks[-1].left == pytest.approx(0, abs=1e-6)
 
 
 def test_the_folder_of_another_run(tmp_path):
@@ -402,19 +423,62 @@ def test_calibration_counts_calls_and_bytes():
     found = calibrate(wide, images(2))
     assert found.classes == 5
     assert found.calls == (0, 0)
-    assert 4 * 4096 * 2 <= found.each <= 4 * 4096 * 4  # the hidden layer, its rectification, their gradients
-    assert found.base >= 4 * (192 + 5) * 4096
-    assert calibrate(defense(), images(2)).calls == (3, 6)
-    fixed = Calibration(classes=5, seconds=(1.0, 2.0), calls=(1, 2), base=1000, each=100)
-    assert [fixed.rows(memory) for memory in (0, 1000, 1750, 10**9)] == [1, 1, 7, 256]
+    assert 4 * 4096 * 2 <= found.memory.each <= 4 * 4096 * 4  # the hidden layer, its rectification, their gradients
+    assert found.memory.base >= 4 * (192 + 5) * 4096
+    need = Line(1000, 100)
+    assert [rows_that_fit(need, memory) for memory in (0, 1000, 1750, 10**9)] == [1, 1, 7, 256]
 
 
-def test_an_estimate_is_what_is_then_spent():
-    said = []
-    found = settle(on_estimate=said.append)
-    spent = found.spent()
-    assert (said[0].gradients, said[0].score_calls) == (spent["gradients"], spent["score_calls"])
+@pytest.mark.parametrize(("mode", "calls"), [("exact", 6), ("backprop", 3), ("adjoint", 6), ("bpda", 3)])
+def test_calibration_knows_every_gradient_mode(mode, calls):
+    found = calibrate(defense().with_gradient(mode), images(2), largest=4)
+    assert found.calls == (3, calls)
+    assert found.gradient is not None
+    assert 0 < found.forward(1) <= found.forward(4)
+    assert 0 < found.gradient(1) <= found.gradient(4)
+
+
+def test_a_line_through_two_measurements():
+    line = Line.through((1, 5.0), (9, 21.0))
+    assert (line(1), line(9), line(4)) == (5.0, 21.0, 11.0)
+    assert (line + line).times(0.5) == line
+    assert Line.through((1, 5.0), (4, 3.0))(4) == 3.0  # a machine that was busy for a while
+    assert Line.through((1, 1.0), (4, 40.0)).base == 0.0
+    assert Line.through((2, 6.0), (2, 6.0)) == Line(0.0, 3.0)
+
+
+def test_seconds_are_those_of_the_calls_that_are_made():
+    """One call costs 10 s and 1 s an image, a gradient ten times that: 4 images, 3 draws, at most 6 images a call."""
+    x, y = problem(4)
+    ready = prepare(defense(), x, y, THREAT, [PGD(iterations=2, eot=EOT(3))], rules=["worst of 2"], batch=4, rows=6)
+    price = Calibration(5, (3, 6), Line(0, 1), forward=Line(10, 1), gradient=Line(100, 10), rows=6)
+    said = estimate(ready.job, price, ready.units)
+    judged = 2 * 4 * 2 * 16 / 6  # clean and attacked, 4 images, 2 draws, at the price of one of six in a call
+    looks = 4 * 3 * (2 * 160 / 6 + 2 * 16 / 6)  # two with a gradient, the first and the last without
+    assert said.seconds == pytest.approx(judged + looks)
+    assert (said.images, said.gradients, said.queries, said.memory) == (4, 4 * 6, 4 * (6 + 2 * 2), 6)
+
+
+@pytest.mark.parametrize("kind", sorted(ATTACKS))
+def test_an_estimate_is_what_is_then_spent(kind):
+    """But for attacks that stop early (less) or ask about doubtful images again (a little more)."""
+    spec = spec_of(
+        model={"classifier": "cifar10-resnet", "score": "cifar10-small"},
+        data={"images": "0-1"},
+        threat={"kind": "flow", "eps": 0.05} if kind == "stadv" else {},
+        attacks=[{"kind": kind}],
+    ).tiny()
+    said: list[Estimate] = []
+    world = tiny_world(spec)
+    given = (world.model, world.images, world.labels, spec.threat.make(), spec.make_attacks())
+    spent = evaluate(*given, rules=spec.rules, on_estimate=said.append).spent()
     assert "score calls" in str(said[0])
+    if kind in ("autoattack-standard", "bpda-eot"):
+        assert spent["gradients"] <= said[0].gradients
+    elif kind != "transfer":  # whose own gradients are those of the bare classifier
+        assert said[0].gradients == spent["gradients"]
+    if kind not in ("autoattack-standard", "bpda-eot"):
+        assert said[0].score_calls == spent["score_calls"]
 
 
 @pytest.mark.parametrize(("text", "expected"), [("8 GB", 8 << 30), ("512MiB", 512 << 20), (7, 7), ("1.5k", 1536)])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from diffpure.cli.base import Bars, Threads, app, console, use_threads
 from diffpure.disk import one_sentence
@@ -178,18 +178,19 @@ class _RunBar:
             TextColumn("{task.description}"),
             BarColumn(),
             TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[left]} left"),
         )
         self._bar = Progress(*columns, console=console, transient=True, disable=os.environ.get("TERM") == "dumb")
-        self._task = self._bar.add_task("starting", total=1.0)
+        self._task = self._bar.add_task("starting", total=1.0, left="…")
         self._bar.start()
         return self
 
     def __call__(self, tick: Tick) -> None:
+        from diffpure.evaluation.estimate import duration
+
         first, last = tick.images
         where = f"{tick.attack} on images {first}–{last}, step {tick.step}/{tick.steps}, {tick.rows}/{tick.total} rows"
-        self._bar.update(self._task, completed=tick.share, description=where)
+        self._bar.update(self._task, completed=tick.share, description=where, left=duration(tick.left))
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()

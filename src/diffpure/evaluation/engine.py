@@ -81,11 +81,14 @@ class Local:
 
         batch = on_device(work.batch(unit), device_of(work.job.model))
         try:
-            return compute(work.job, unit, batch, after, work.resume(unit) if work.resume is not None else None)
+            done = compute(work.job, unit, batch, after, work.resume(unit) if work.resume is not None else None)
         except KeyboardInterrupt:
             if work.save is not None and latest is not None:
                 work.save(unit, latest)
             raise
+        if latest is None:
+            on_step(unit, 1, 1)  # nothing was attacked
+        return done
 
 
 @final

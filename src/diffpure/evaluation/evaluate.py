@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import platform
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,9 +24,10 @@ from diffpure.attacks import EOT, Attack, Run
 from diffpure.attacks.losses import Model
 from diffpure.errors import InputError
 from diffpure.evaluation import checks
+from diffpure.evaluation.calibrate import Calibration, calibrate
 from diffpure.evaluation.describe import brief, describe, digest, stable, weight_hashes
 from diffpure.evaluation.engine import Engine, Local, Work
-from diffpure.evaluation.estimate import Calibration, Estimate, available_memory, calibrate, estimate, weight
+from diffpure.evaluation.estimate import Estimate, estimate, largest_call, seconds
 from diffpure.evaluation.results import CLEAN, DEFAULT_RULES, SUMMARY, Result, Row, Rule, ordered
 from diffpure.evaluation.spec import named
 from diffpure.evaluation.store import IMAGES, STATE, Store, read_tensors
@@ -39,11 +41,13 @@ FORMAT: Final = 1
 @final
 @dataclass(frozen=True)
 class Tick:
-    """Where a run is: rows written of all, the share of the work done, and the attack under way with its step."""
+    """Where a run is: rows written of all, the share of the work done, the seconds that are left (by the calibration
+    at first, then by the pace of the run itself), and the attack under way with its step."""
 
     rows: int
     total: int
     share: float
+    left: float
     attack: str
     seed: int
     images: tuple[int, int]  # the first and the last image under way
@@ -144,7 +148,7 @@ class Ready:
     @property
     def estimate(self) -> Estimate:
         """What the whole run costs."""
-        return estimate(self.job, self.calibration, len(self.images), len(self.header["seeds"]))
+        return estimate(self.job, self.calibration, self.units)
 
     def planned(self, header: Mapping[str, Any]) -> Ready:
         """The same with the plan of the run that it goes on with."""
@@ -156,8 +160,7 @@ class Ready:
 
     def seconds(self, unit: Unit) -> float:
         """How long a unit takes, by the calibration."""
-        attack = self.job.attacks.get(unit.attack)
-        return weight(self.job, self.calibration, attack) * (unit.stop - unit.start)
+        return seconds(self.job, self.calibration, unit)
 
 
 def prepare(
@@ -191,10 +194,10 @@ def prepare(
     by_name = {key: _with_eot(attack, eot) for key, attack in _by_name(attacks).items()}
     job = Job(model, threat, by_name, tuple(Rule.parse(rule) for rule in rules), rows or 1)
     wants_gradient = any(attack.price().gradients for attack in by_name.values())
-    calibration = calibrate(model, probe, gradient=wants_gradient)
+    largest = largest_call(job, min(batch, len(images)))
+    calibration = calibrate(model, probe, gradient=wants_gradient, largest=largest, rows=rows, memory=memory)
     check_labels(labels, len(images), calibration.classes)
-    fitting = calibration.rows(available_memory(device) if memory is None else memory) if rows is None else rows
-    job = replace(job, rows=fitting, calls=calibration.calls)
+    job = replace(job, rows=calibration.rows, calls=calibration.calls)
     header = {
         "format": FORMAT,
         "name": name,
@@ -208,7 +211,7 @@ def prepare(
         "rules": [str(rule) for rule in job.rules],
         "seeds": [int(seed) for seed in seeds],
         "batch": batch,
-        "rows": fitting,
+        "rows": calibration.rows,
         "calls": list(calibration.calls),
         "versions": {"diffpure": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "threads": torch.get_num_threads(),
@@ -276,17 +279,24 @@ def _ticker(ready: Ready, progress: Progress | None, written: Sequence[Row]) -> 
     """What turns the steps of units into ticks; `written` grows as rows are stored."""
     if progress is None:
         return lambda unit, step, steps: None
-    total = sum(ready.seconds(unit) for unit in ready.units) or 1.0
+    cost = {unit: ready.seconds(unit) for unit in ready.units}
+    total = sum(cost.values()) or 1.0
     have = {row.key for row in written}
-    finished = {unit for unit in ready.units if all(key in have for key in ready.keys(unit))}
-    spent = {unit: ready.seconds(unit) for unit in finished}
+    spent = {unit: cost[unit] for unit in ready.units if all(key in have for key in ready.keys(unit))}
+    count = len(ready.images) * len(ready.header["seeds"]) * (1 + len(ready.job.attacks))
+    first: list[tuple[float, float]] = []  # when the first tick came, and the share that was done by then
+
+    def left(share: float) -> float:
+        now = time.perf_counter()
+        first[:] = first or [(now, share)]
+        began, before = first[0]
+        return (1 - share) * ((now - began) / (share - before) if share > before else total)
 
     def tick(unit: Unit, step: int, steps: int) -> None:
-        spent[unit] = ready.seconds(unit) * step / max(steps, 1)
+        spent[unit] = cost[unit] * step / max(steps, 1)
         images = (ready.places[unit.start], ready.places[unit.stop - 1])
         share = min(1.0, sum(spent.values()) / total)
-        count = len(ready.images) * len(ready.header["seeds"]) * (1 + len(ready.job.attacks))
-        progress(Tick(len(written), count, share, unit.attack, unit.seed, images, step, steps))
+        progress(Tick(len(written), count, share, left(share), unit.attack, unit.seed, images, step, steps))
 
     return tick
 
