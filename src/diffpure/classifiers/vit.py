@@ -80,11 +80,11 @@ class PatchEmbedding(nn.Module):
 
 @final
 class VisionTransformer(nn.Module):
-    """DeiT: images (B, 3, size, size) in [0, 1] ↦ logits (B, classes)."""
+    """DeiT: images (B, 3, size, size) in [0, 1] ↦ logits (B, classes); `patches` replaces its patch embedding."""
 
     def __init__(
         self, *, size: int = 224, patch: int = 16, width: int = 384, depth: int = 12, heads: int = 6, ratio: float = 4,
-        classes: int = 1000, normalize: Normalize | None = None,
+        classes: int = 1000, normalize: Normalize | None = None, patches: nn.Module | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if size % patch or width % heads:
@@ -95,7 +95,7 @@ class VisionTransformer(nn.Module):
         self.normalize = normalize or nn.Identity()
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
         self.pos_embed = nn.Parameter(torch.zeros(1, 1 + (size // patch) ** 2, width))
-        self.patch_embed = PatchEmbedding(patch, width)
+        self.patch_embed = patches or PatchEmbedding(patch, width)
         self.blocks = nn.Sequential(*(Block(width, heads, ratio) for _ in range(depth)))
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.head = nn.Linear(width, classes)
