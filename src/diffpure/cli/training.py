@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from diffpure.cli.base import Threads, app, console, use_threads
-from diffpure.errors import unknown
+from diffpure.errors import InputError, unknown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from diffpure.training.adversarial import Adversary
 
 data_app = typer.Typer(help="Get the data sets.", no_args_is_help=True)
 train_app = typer.Typer(help="Train the models inside the package again.", no_args_is_help=True)
@@ -17,6 +24,9 @@ app.add_typer(train_app, name="train")
 
 Out = Annotated[Path, typer.Option(help="Folder for checkpoints, log and weights; an interrupted run goes on there.")]
 Data = Annotated[Path | None, typer.Option(help="CIFAR-10 in any official form; the cache by default.")]
+Batch = Annotated[int | None, typer.Option(min=1, help="Images a step.")]
+Rate = Annotated[float | None, typer.Option(help="Learning rate at its peak.")]
+Decay = Annotated[float | None, typer.Option(help="Of the moving average of the weights, in [0, 1).")]
 Seed = Annotated[int | None, typer.Option(help="Seed of weights, order and noise.")]
 
 
@@ -43,12 +53,20 @@ def score(
     out: Out,
     recipe: Annotated[str, typer.Option(help="Which embedded score model to make again.")] = "cifar10-small",
     examples: Annotated[int | None, typer.Option(min=1, help="Images to see in all.")] = None,
+    batch: Batch = None,
+    rate: Rate = None,
+    decay: Decay = None,
+    weighting: Annotated[str | None, typer.Option(help="Of the times: epsilon, edm or likelihood.")] = None,
+    t_max: Annotated[float | None, typer.Option(help="Largest time, in (0, 1]; purify no further.")] = None,
+    power: Annotated[float | None, typer.Option(help="t = t_max u^power; above 1, small times more often.")] = None,
+    precision: Annotated[str | None, typer.Option(help="float32, bfloat16, or auto: the faster here.")] = None,
     seed: Seed = None,
     data: Data = None,
     threads: Threads = None,
 ) -> None:
     """Train a score model by denoising score matching; kill it at any time, the same command continues it."""
-    _follow(recipe, out, data, threads, examples=examples, seed=seed)
+    changes = {"weighting": weighting, "t_max": t_max, "power": power, "precision": precision}
+    _follow(recipe, out, data, threads, examples=examples, batch=batch, rate=rate, decay=decay, seed=seed, **changes)
 
 
 @train_app.command(epilog="Example: diffpure train classifier --recipe cifar10-resnet --out runs/resnet")
@@ -56,15 +74,71 @@ def classifier(
     out: Out,
     recipe: Annotated[str, typer.Option(help="Which embedded classifier to make again.")] = "cifar10-resnet",
     epochs: Annotated[float | None, typer.Option(min=0.01, help="Passes over the training set.")] = None,
+    batch: Batch = None,
+    rate: Rate = None,
+    decay: Decay = None,
+    adversary: Annotated[str | None, typer.Option(help="Train against attacks: pgd or trades.")] = None,
+    norm: Annotated[str | None, typer.Option(help="Of the adversary: linf (default) or l2.")] = None,
+    eps: Annotated[str | None, typer.Option(help="Its budget for images in [0, 1]; 8/255 by default.")] = None,
+    iterations: Annotated[int | None, typer.Option(min=1, help="Its moves; 10 by default.")] = None,
+    step_size: Annotated[str | None, typer.Option(help="Of a move; 2.5 eps / iterations by default.")] = None,
+    beta: Annotated[float | None, typer.Option(help="Weight of robustness in TRADES; 6 by default.")] = None,
+    purify: Annotated[
+        float | None, typer.Option(help="Train on images purified from this t* by cifar10-small in one shot.")
+    ] = None,
     seed: Seed = None,
     data: Data = None,
     threads: Threads = None,
 ) -> None:
-    """Train a classifier, plainly or adversarially as its recipe says; the same command continues it."""
-    _follow(recipe, out, data, threads, epochs=epochs, seed=seed)
+    """Train a classifier, plainly or adversarially as its recipe or you say; the same command continues it."""
+    changes = {
+        "adversary": _adversary(adversary, norm, eps, iterations, step_size, beta),
+        "purify": None if purify is None else _purify(purify),
+    }
+    _follow(recipe, out, data, threads, epochs=epochs, batch=batch, rate=rate, decay=decay, seed=seed, **changes)
 
 
-def _follow(recipe: str, out: Path, data: Path | None, threads: int | None, **changes: float | None) -> None:
+def _adversary(
+    kind: str | None, norm: str | None, eps: str | None, iterations: int | None, step: str | None, beta: float | None
+) -> Adversary | None:
+    """The adversary that the options name, None if they name none."""
+    from diffpure.threats import threat
+    from diffpure.training.adversarial import Adversary
+
+    if kind is None:
+        if any(option is not None for option in (norm, eps, iterations, step, beta)):
+            raise InputError("--norm, --eps, --iterations, --step-size and --beta describe an --adversary; name one.")
+        return None
+    if kind not in ("pgd", "trades"):
+        raise unknown("adversary", kind, ("pgd", "trades"))
+    if kind == "pgd" and beta is not None:
+        raise InputError("--beta belongs to --adversary trades.")
+    return Adversary(
+        threat=threat(norm or "linf", _number(eps or "8/255")),
+        iterations=iterations or 10,
+        step_size=None if step is None else _number(step),
+        trades=None if kind == "pgd" else 6.0 if beta is None else beta,
+    )
+
+
+def _number(text: str) -> float:
+    """A number such as 0.5 or 8/255."""
+    try:
+        return float(Fraction(text))
+    except (ValueError, ZeroDivisionError) as error:
+        raise InputError(f"A number such as 0.03 or 8/255 is wanted, got {text!r}.") from error
+
+
+def _purify(t_star: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """The purifier to train behind: images (B, C, H, W) in [0, 1] and seeds (B,) to purified images."""
+    from diffpure.purify import Purifier
+    from diffpure.samplers import OneShot
+    from diffpure.scores.load import load_score
+
+    return Purifier(load_score("cifar10-small"), OneShot(t_star))
+
+
+def _follow(recipe: str, out: Path, data: Path | None, threads: int | None, **changes: object) -> None:
     use_threads(threads)
     from diffpure.data import cifar10
     from diffpure.training.recipes import export, follow
