@@ -124,7 +124,7 @@ RECIPES: Final[dict[str, Recipe]] = {
     "cifar10-vit-tiny": Recipe(
         lambda _: small_vit(),
         ClassifierConfig(
-            optimiser="adamw", rate=1e-3, weight_decay=0.05, epochs=12, batch=128, smoothing=0.1, decay=0.998
+            optimiser="adamw", rate=1e-3, weight_decay=0.05, epochs=9, batch=128, smoothing=0.1, decay=0.998
         ),
     ),
 }
