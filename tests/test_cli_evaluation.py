@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -73,12 +72,68 @@ def test_evaluate_then_verify_then_report(spec, tmp_path):
     assert "edited" in caught.output
 
 
-def test_attack_saves_images_inside_the_budget(spec, tmp_path):
-    found = invoke("attack", spec, "-o", tmp_path / "a.npz", "--images", 3)
-    assert "3 images under pgd-ce" in found.output
-    saved = np.load(tmp_path / "a.npz")
-    assert saved["attacked"].shape == (3, 3, 32, 32)
-    assert np.abs(saved["attacked"] - saved["clean"]).max() <= 8 / 255 + 1e-6
+def rows_without_times(folder):
+    lines = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()[1:]]
+    return sorted((line["attack"], line["image"], line["sum"]) for line in lines)  # the sum leaves the time out
+
+
+def test_attack_makes_the_images_of_the_evaluation_which_goes_on_from_them(spec, tmp_path):
+    found = invoke("attack", spec, "--out", tmp_path / "a", "--images", 1, "--png", tmp_path / "png")
+    assert "2 images under pgd-ce" in found.output  # a whole batch
+    (part,) = (tmp_path / "a").iterdir()
+    assert [file.name for file in (part / "adversarial").iterdir()] == ["pgd-ce-seed0-000000.safetensors"]
+    assert len(rows_without_times(part)) == len(list((tmp_path / "png").rglob("*.png"))) == 2
+    assert not (part / "summary.json").exists()
+    before = (part / "rows.jsonl").read_text()
+    assert invoke("evaluate", spec, "--out", tmp_path / "b").exit_code == 0
+    whole = tmp_path / "b" / part.name
+    for file in (part / "adversarial").iterdir():
+        assert file.read_bytes() == (whole / "adversarial" / file.name).read_bytes()
+    assert set(rows_without_times(part)) < set(rows_without_times(whole))
+    assert invoke("evaluate", spec, "--out", tmp_path / "a").exit_code == 0
+    assert (part / "rows.jsonl").read_text().startswith(before)
+    assert rows_without_times(part) == rows_without_times(whole)
+    assert invoke("verify", part).exit_code == 0
+    with pytest.raises(InputError, match="did you mean 'pgd-ce'"):
+        invoke("attack", spec, "--attack", "pgd-cw", "--out", tmp_path / "a")
+    spec.write_text(SPEC.partition("[[attacks]]")[0])
+    with pytest.raises(InputError, match="names no attack"):
+        invoke("attack", spec, "--out", tmp_path / "a")
+
+
+def test_devices_and_resources(spec, tmp_path, monkeypatch):
+    out = ("--out", tmp_path / "r")
+    with pytest.raises(InputError, match="Unknown device 'gpu'"):
+        invoke("evaluate", spec, "--device", "gpu", *out)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for command in ("evaluate", "attack"):
+        with pytest.raises(InputError, match="finds no device 'cuda' on this machine; it finds cpu"):
+            invoke(command, spec, "--device", "cuda", *out)
+    with pytest.raises(InputError, match="--gpus is for --engine ray"):
+        invoke("evaluate", spec, "--gpus", 1, *out)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(InputError, match="leave --device out"):
+        invoke("evaluate", spec, "--engine", "ray", "--device", "cuda", *out)
+    assert not (tmp_path / "r").exists()
+    given = []
+
+    class Recording:
+        device = "cuda"
+
+        def __init__(self, **options):
+            given.append(options)
+
+        def run(self, work, on_step):
+            return iter(())
+
+    monkeypatch.setattr("diffpure.evaluation.engine.Ray", Recording)
+    options = ("--engine", "ray", "--cpus", 0.5, "--gpus", 1, "--address", "here:1")
+    assert "unfinished" in invoke("evaluate", spec, *options, *out).output
+    assert given == [{"address": "here:1", "cpus": 0.5, "gpus": 1.0}]
+    (folder,) = (tmp_path / "r").iterdir()
+    assert json.loads((folder / "rows.jsonl").read_text())["header"]["machine"]["device"] == "cuda"
+    with pytest.raises(InputError, match="was begun on the device cuda and goes on only there, not on cpu"):
+        invoke("evaluate", spec, *out)
 
 
 def test_audit_and_advice(spec):

@@ -106,6 +106,13 @@ def test_two_workers_of_which_one_is_killed_give_the_local_rows(tmp_path, cluste
     assert names == {file.name for file in (tmp_path / "ray" / "adversarial").iterdir()}
 
 
+@pytest.mark.parametrize(("wanted", "what"), [({"gpus": 1}, "1 GPUs"), ({"cpus": 99}, "99 CPUs")])
+def test_resources_that_the_cluster_has_not(cluster, wanted, what):
+    x, y = images(2), torch.zeros(2).long()
+    with pytest.raises(InputError, match=f"A task wants {what}, but the Ray cluster has"):
+        evaluate(tiny_classifier(), x, y, Linf(0.1), rules=["one-shot"], engine=Ray(**wanted))
+
+
 class Refusing(torch.nn.Module):
     """A model that is fine until it is attacked in earnest."""
 

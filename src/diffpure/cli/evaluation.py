@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from diffpure.cli.base import Bars, Threads, app, console, use_threads
-from diffpure.disk import one_sentence
 from diffpure.errors import InputError, unknown
 
 if TYPE_CHECKING:
     from diffpure.evaluation.engine import Engine
     from diffpure.evaluation.evaluate import Tick
     from diffpure.evaluation.spec import EvaluationSpec
+    from diffpure.experiments.run import Build
 
 Spec = Annotated[str, typer.Argument(help="A TOML file, or the name of a spec inside the package.")]
 Images = Annotated[int, typer.Option(min=1, help="How many of the spec's images to use.")]
+Runs = Annotated[Path, typer.Option("--out", "-o", help="Parent of the run's folder, which the spec's hash names.")]
+Memory = Annotated[float | None, typer.Option(min=0.1, help="GiB that a batch may take; by default what is free.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or mps.")]
+Pngs = Annotated[Path | None, typer.Option("--png", help="Also write the adversarial images here, as PNG files.")]
 
 
 def read_spec(name: str) -> EvaluationSpec:
@@ -38,94 +45,140 @@ def read_spec(name: str) -> EvaluationSpec:
 @app.command(epilog="Example: diffpure evaluate cifar10-bare-linf --out runs")
 def evaluate(
     spec: Spec,
-    out: Annotated[Path, typer.Option(help="Parent of the run's folder, which is named by the spec's hash.")] = Path(
-        "runs"
-    ),
+    out: Runs = Path("runs"),
     estimate: Annotated[bool, typer.Option("--estimate", help="Only say what it would cost on this machine.")] = False,
     engine: Annotated[str, typer.Option(help="local, or ray (pip install ray).")] = "local",
     address: Annotated[str | None, typer.Option(help="A Ray cluster; without one, Ray starts here.")] = None,
-    memory: Annotated[
-        float | None, typer.Option(min=0.1, help="GiB that a batch may take; by default what is free.")
-    ] = None,
+    cpus: Annotated[float | None, typer.Option(min=0, help="CPUs of a Ray task; by default one a thread.")] = None,
+    gpus: Annotated[float | None, typer.Option(min=0, help="GPUs of a Ray task, where it then computes.")] = None,
+    device: Device = "cpu",
+    memory: Memory = None,
+    png: Pngs = None,
     threads: Threads = None,
 ) -> None:
     """Evaluate a defence or a classifier as a spec says; killed at any moment, the same command goes on."""
     use_threads(threads)
     from diffpure.experiments.run import estimate_run, run, run_folder
 
-    wanted, limit = read_spec(spec), None if memory is None else int(memory * 2**30)
+    wanted, limit, build = read_spec(spec), _bytes(memory), _build(device)
+    where = _engine(engine, device, {"address": address, "cpus": cpus, "gpus": gpus})
     if estimate:
-        console.print(str(estimate_run(wanted, memory=limit)), soft_wrap=True)
+        console.print(str(estimate_run(wanted, memory=limit, build=build)), soft_wrap=True)
         return
     folder = run_folder(wanted, out)
-    try:
-        with _RunBar() as bar:
-            result = run(
-                wanted,
-                folder,
-                engine=_engine(engine, address),
-                memory=limit,
-                progress=bar,
-                on_estimate=lambda cost: console.print(str(cost), soft_wrap=True),
-            )
-    except KeyboardInterrupt:
-        console.print(f"Stopped; what is done is in {folder}. The same command goes on.", soft_wrap=True)
-        raise typer.Exit(130) from None
-    console.print(str(result), soft_wrap=True)
+    with _stoppable(folder), _RunBar() as bar:
+        result = run(wanted, folder, engine=where, memory=limit, progress=bar, on_estimate=_say, build=build)
+    _say(result)
+    _write_pngs(folder, png)
     console.print(f"Run: {folder}   Page: diffpure report {folder}", soft_wrap=True)
 
 
-def _engine(name: str, address: str | None) -> Engine:
+def _engine(name: str, device: str, options: dict[str, Any]) -> Engine:
+    """The engine of that name; `options` are Ray's, None where none was given."""
     from diffpure.evaluation.engine import Local, Ray
 
-    if name == "local":
-        return Local()
+    given = {key: value for key, value in options.items() if value is not None}
     if name == "ray":
-        return Ray(address=address)
-    raise unknown("engine", name, ["local", "ray"])
+        if device != "cpu":
+            raise InputError("A Ray task computes on the GPUs that --gpus gives it; leave --device out.")
+        return Ray(**given)
+    if name != "local":
+        raise unknown("engine", name, ["local", "ray"])
+    if given:
+        raise InputError(f"--{next(iter(given))} is for --engine ray; the local engine uses --device and --threads.")
+    return Local()
+
+
+def _build(device: str) -> Build:
+    """What loads a spec's model to a device, if this machine has it."""
+    import torch
+
+    from diffpure.experiments.run import build
+
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if device not in there:
+        raise unknown("device", device, there)
+    if not there[device]:
+        has = ", ".join(name for name, found in there.items() if found)
+        raise InputError(f"Torch finds no device {device!r} on this machine; it finds {has}.")
+    return partial(build, device=device)
+
+
+def _bytes(memory: float | None) -> int | None:
+    return None if memory is None else int(memory * 2**30)
+
+
+def _say(what: object) -> None:
+    console.print(str(what), soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _stoppable(folder: Path) -> Iterator[None]:
+    """Ctrl-C ends with what to do to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _say(f"Stopped; what is done is in {folder}. The same command goes on.")
+        raise typer.Exit(130) from None
+
+
+def _write_pngs(folder: Path, to: Path | None) -> None:
+    if to is not None:
+        from diffpure.evaluation.pictures import save_pngs
+
+        _say(f"{len(save_pngs(folder, to))} PNG files: {to}")
 
 
 @app.command(epilog="Example: diffpure verify runs/0123456789abcdef")
-def verify(run: Annotated[Path, typer.Argument(help="The folder of a run.")], threads: Threads = None) -> None:
+def verify(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")], device: Device = "cpu", threads: Threads = None
+) -> None:
     """Check a run from its files alone: budget, labels, decisions, rates, weights."""
     use_threads(threads)
     from diffpure.experiments.run import verify_run
 
     with Bars() as bars:
-        found = verify_run(run, progress=lambda done, total: bars("verify", done, total))
-    console.print(str(found), soft_wrap=True)
+        build = _build(device)
+        found = verify_run(run, build=build, progress=lambda done, total: bars("verify", done, total))
+    _say(found)
     if not found.passed:
         raise typer.Exit(1)
 
 
-@app.command(epilog="Example: diffpure attack cifar10-bare-linf -o attacked.npz --images 4")
+@app.command(epilog="Example: diffpure attack cifar10-bare-linf --images 4 --png pictures")
 def attack(
     spec: Spec,
-    out: Annotated[Path, typer.Option("--out", "-o", help="An npz file for clean and attacked images and labels.")],
-    images: Images = 16,
+    out: Runs = Path("runs"),
+    name: Annotated[str | None, typer.Option("--attack", help="Its name in the rows; by default the first.")] = None,
+    images: Annotated[int, typer.Option(min=1, help="How many images at least; whole batches are attacked.")] = 16,
+    device: Device = "cpu",
+    memory: Memory = None,
+    png: Pngs = None,
     threads: Threads = None,
 ) -> None:
-    """Craft adversarial images with the first attack of a spec, and save them as floats in [0, 1]."""
-    use_threads(threads)
-    import numpy as np
+    """Craft and save adversarial images: the part of a spec's evaluation that is one attack on its first images.
 
-    from diffpure.experiments.run import build
+    They are those that `diffpure evaluate` finds, and it goes on from them.
+    """
+    use_threads(threads)
+    from diffpure.evaluation.engine import Local, Part
+    from diffpure.evaluation.store import IMAGES
+    from diffpure.experiments.run import run, run_folder
 
     wanted = read_spec(spec)
-    world, attacks = build(wanted), wanted.make_attacks()
+    attacks = list(wanted.make_attacks())
     if not attacks:
         raise InputError("The spec names no attack.")
-    name, first = next(iter(attacks.items()))
-    x, y, threat = world.images[:images], world.labels[:images], wanted.threat.make()
-    seeds = [wanted.seeds[0] * 1_000_003 + place for place in wanted.data.images[:images]]
-    with Bars() as bars:
-        run = first.run(world.model, x, y, threat, seeds=seeds, on_step=lambda r: bars(name, r.step, r.steps))
-    made = threat.apply(x, run.z)
-    with one_sentence(out), out.open("wb") as file:
-        np.savez_compressed(file, clean=x.numpy(), attacked=made.numpy(), labels=y.numpy())
-    console.print(
-        f"{len(x)} images under {name}, {int(run.broken.sum())} broken by its own count: {out}", soft_wrap=True
-    )
+    chosen, folder = attacks[0] if name is None else name, run_folder(wanted, out)
+    if chosen not in attacks:
+        raise unknown("attack", chosen, attacks)
+    part = Part(Local(), chosen, images)
+    with _stoppable(folder), _RunBar() as bar:
+        result = run(wanted, folder, engine=part, memory=_bytes(memory), progress=bar, build=_build(device))
+    rows = [row for row in result.rows if row.attack == chosen]
+    broken = sum(row.broken for row in rows)
+    _say(f"{len(rows)} images under {chosen}, {broken} broken by its own count: {folder / IMAGES}")
+    _write_pngs(folder, png)
 
 
 @app.command(epilog="Example: diffpure audit cifar10-small-linf --images 2")

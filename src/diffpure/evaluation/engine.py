@@ -49,7 +49,11 @@ class Work:
 
 
 class Engine(Protocol):
-    """Computes units and yields what they found as they are done."""
+    """Computes units and yields what they found as they are done; units that it leaves out, a later run does."""
+
+    @property
+    def device(self) -> str | None:
+        """Where it computes; None: where the model is."""
 
     def run(self, work: Work, on_step: Step) -> Iterator[Done]:
         """The results of all units, in any order."""
@@ -61,6 +65,7 @@ class Local:
     """One unit after the other in this process; an attack under way is saved every `save_every` seconds."""
 
     save_every: float = 60.0
+    device = None
 
     def run(self, work: Work, on_step: Step) -> Iterator[Done]:
         """The results in the order of the units."""
@@ -93,6 +98,26 @@ class Local:
 
 @final
 @dataclass(frozen=True)
+class Part:
+    """Only one attack on the first images (the batches that hold them), by another engine."""
+
+    engine: Engine
+    attack: str
+    images: int
+
+    @property
+    def device(self) -> str | None:
+        """Where the other engine computes."""
+        return self.engine.device
+
+    def run(self, work: Work, on_step: Step) -> Iterator[Done]:
+        """The results of the units that were chosen."""
+        chosen = [unit for unit in work.units if unit.attack == self.attack and unit.start < self.images]
+        return self.engine.run(replace(work, units=chosen), on_step)
+
+
+@final
+@dataclass(frozen=True)
 class Ray:
     """Units as tasks of a Ray cluster: the one at `address`, or one on this machine.
 
@@ -106,6 +131,11 @@ class Ray:
     gpus: float = 0.0
     workers: int | None = None
     retries: int = 5
+
+    @property
+    def device(self) -> str:
+        """Where a task computes."""
+        return "cuda" if self.gpus else "cpu"
 
     def run(self, work: Work, on_step: Step) -> Iterator[Done]:
         """The results as they come; so many tasks are under way that no worker waits, and no more."""
@@ -156,14 +186,13 @@ class Ray:
     def _window(self, ray: Any) -> int:
         """How many tasks to have under way: two for every place there is."""
         resources = ray.cluster_resources()
-        places = resources.get("CPU", 1) / self._cpus if self._cpus else 1.0
-        if self.gpus:
-            places = min(places, resources.get("GPU", 0) / self.gpus)
-            if places < 1:
-                raise InputError(
-                    f"A task wants {self.gpus:g} GPUs, but the Ray cluster has {resources.get('GPU', 0):g}."
-                )
-        return max(2, int(2 * places))
+        places = float("inf")
+        for kind, wanted in (("CPU", self._cpus), ("GPU", self.gpus)):
+            there = resources.get(kind, 0)
+            if wanted > there:
+                raise InputError(f"A task wants {wanted:g} {kind}s, but the Ray cluster has {there:g}.")
+            places = min(places, there / wanted) if wanted else places
+        return max(2, int(2 * places)) if places < float("inf") else 2
 
 
 def _ray() -> Any:

@@ -94,16 +94,13 @@ def evaluate(
         model, images, labels, threat, attacks, eot=eot, rules=rules, seeds=seeds, batch=batch, rows=rows,
         memory=memory, places=places, name=name, spec=spec,
     )  # fmt: skip
+    engine = Local() if engine is None else engine
+    ready = ready.on(engine.device)
     if on_estimate is not None:
         on_estimate(ready.estimate)
-    engine = Local() if engine is None else engine
     if out is None:
-        found = [
-            row
-            for done in engine.run(_work(ready, ready.units, None), _ticker(ready, progress, []))
-            for row in done.rows
-        ]
-        return _result(ready, ready.header, found, _doubts(ready, found, probe))
+        found = engine.run(_work(ready, ready.units, None), _ticker(ready, progress, []))
+        return _result(ready, [row for done in found for row in done.rows], probe)
     with Store.open(out, ready.header) as store:
         ready = ready.planned(store.header)
         have = {row.key for row in store.rows}
@@ -116,11 +113,10 @@ def evaluate(
                 store.remove(STATE)
         old = Path(out) / SUMMARY
         if not units and old.is_file():
-            warnings = tuple(json.loads(old.read_text("utf-8"))["warnings"])
-        else:
-            warnings = _doubts(ready, store.rows, probe)
-        result = _result(ready, store.header, store.rows, warnings)
-        store.save_summary(result.summary())
+            return Result.load(out)
+        result = _result(ready, store.rows, probe)
+        if result.complete:
+            store.save_summary(result.summary())
     return result
 
 
@@ -149,6 +145,11 @@ class Ready:
     def estimate(self) -> Estimate:
         """What the whole run costs."""
         return estimate(self.job, self.calibration, self.units)
+
+    def on(self, device: str | None) -> Ready:
+        """The same, computed on a device that is not the model's own."""
+        machine = self.header["machine"] if device is None else {**self.header["machine"], "device": device}
+        return replace(self, header={**self.header, "machine": machine})
 
     def planned(self, header: Mapping[str, Any]) -> Ready:
         """The same with the plan of the run that it goes on with."""
@@ -301,8 +302,10 @@ def _ticker(ready: Ready, progress: Progress | None, written: Sequence[Row]) -> 
     return tick
 
 
-def _result(ready: Ready, header: Mapping[str, Any], rows: Sequence[Row], warnings: tuple[str, ...]) -> Result:
-    return Result(header, ordered(rows, header), warnings)
+def _result(ready: Ready, rows: Sequence[Row], probe: int) -> Result:
+    """What the rows say; the checks can doubt it once all of them are there."""
+    found = Result(ready.header, ordered(rows, ready.header))
+    return replace(found, warnings=_doubts(ready, rows, probe)) if found.complete else found
 
 
 def _doubts(ready: Ready, rows: Sequence[Row], probe: int) -> tuple[str, ...]:

@@ -61,7 +61,12 @@ class Store:
                 old, rows = read_rows(folder)
                 if differing := [key for key in IDENTITY if old.get(key) != header[key]]:
                     raise InputError(
-                        f"{folder} holds another evaluation (its {differing[0]} differs); give a new folder."
+                        f"{folder} holds another evaluation (with other {differing[0]}); give a new folder."
+                    )
+                here, there = (_device(about) for about in (header, old))
+                if here != there:
+                    raise InputError(
+                        f"{folder} was begun on the device {there} and goes on only there, not on {here}."
                     )
                 return cls(folder, old, rows, lock)
             except BaseException:
@@ -110,6 +115,11 @@ class Store:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _device(header: Mapping[str, Any]) -> str:
+    """What kind of device a run computes on: another kind rounds differently."""
+    return str(header["machine"]["device"]).partition(":")[0]
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -200,7 +200,7 @@ def judge(job: Job, x: Tensor, seeds: Sequence[int]) -> Verdict:
     for a in range(0, len(x) * draws, job.rows):
         b = min(a + job.rows, len(x) * draws)
         images = x[torch.arange(a, b, device=x.device) // draws]
-        pieces.append(check_logits(call(job.model, images, seeds[a:b]), b - a).double().cpu())
+        pieces.append(check_logits(call(job.model, images, seeds[a:b]), b - a).cpu().double())
     logits = torch.cat(pieces).reshape(len(x), draws, -1)
     averages = {n: logits[:, :n].mean(1).argmax(1) for n in job.averages}
     return Verdict(logits.argmax(2), averages)
