@@ -9,7 +9,8 @@ import resource
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
+from inspect import isabstract
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import diffpure.adapters
+import diffpure.attacks
 from diffpure.attacks import APGD, EOT, PGD, Attack, Square, Suite
 from diffpure.attacks.base import Run
 from diffpure.errors import InputError
@@ -258,6 +261,8 @@ def test_a_run_goes_on_with_its_own_threads_and_rows(tmp_path):
     """Threads and rows decide how sums round: the second process may have others, and must not use them."""
 
     class Recording:
+        device = None
+
         def run(self, work: Work, on_step: Step) -> Iterator[Done]:
             seen.append((torch.get_num_threads(), work.job.rows))
             return iter(())
@@ -266,8 +271,7 @@ def test_a_run_goes_on_with_its_own_threads_and_rows(tmp_path):
     before = torch.get_num_threads()
     for count, rows in ((before, 8), (before + 1, 3)):
         torch.set_num_threads(count)
-        with pytest.raises(InputError, match="unfinished"):
-            settle(tmp_path / "r", rows=rows, engine=Recording())
+        assert not settle(tmp_path / "r", rows=rows, engine=Recording()).complete
         assert torch.get_num_threads() == count
     torch.set_num_threads(before)
     assert seen == [(before, 8), (before, 8)]
@@ -319,7 +323,7 @@ def test_the_time_that_is_left_follows_the_pace(monkeypatch):
 def test_the_folder_of_another_run(tmp_path):
     settle(tmp_path / "r", seeds=[0])
     before = (tmp_path / "r" / "rows.jsonl").read_bytes()
-    with pytest.raises(InputError, match="holds another evaluation \\(its seeds differs\\)"):
+    with pytest.raises(InputError, match="holds another evaluation \\(with other seeds\\)"):
         settle(tmp_path / "r", seeds=[1])
     assert (tmp_path / "r" / "rows.jsonl").read_bytes() == before
     (tmp_path / "mine").mkdir()
@@ -656,6 +660,31 @@ def test_a_preset_takes_arguments_for_all_its_attacks():
         assert attacks_of({"kind": kind}) == ATTACKS[kind]
 
 
+def parts_of(value: object) -> Iterator[Attack]:
+    """The attacks in a value: itself, and those it is made of."""
+    if isinstance(value, tuple):
+        for item in value:
+            yield from parts_of(item)
+    elif isinstance(value, Attack):
+        yield value
+        for field in fields(value):
+            yield from parts_of(getattr(value, field.name))
+
+
+def test_a_spec_can_name_every_attack():
+    """Every kind and every preset that `diffpure.attacks` and `diffpure.adapters` export."""
+    named = {value for preset in ATTACKS.values() for value in (preset, *preset)}
+    kinds = {type(attack) for preset in ATTACKS.values() for attack in parts_of(preset)}
+    names = [*(vars(package).values() for package in (diffpure.attacks, diffpure.adapters))]
+    exported = [value for values in names for value in values]
+    assert {v for v in exported if isinstance(v, type) and issubclass(v, Attack) and not isabstract(v)} == kinds
+    for preset in exported:
+        if isinstance(preset, Attack) or (isinstance(preset, tuple) and preset and isinstance(preset[0], Attack)):
+            assert preset in named or any(preset == a.attacks for a in named if isinstance(a, Suite))
+    known = attacks_of({"kind": "pgd", "eot": {"draws": 2, "fixed": True}})  # the attacker who knows the noise
+    assert known == (PGD(eot=EOT(2, fixed=True)),)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -675,6 +704,7 @@ def test_a_preset_takes_arguments_for_all_its_attacks():
         ({"threat": {"kind": "l8"}}, "Unknown threat"),
         ({"data": {"images": "0-"}}, "ranges such as"),
         ({"data": {"images": [1, 1]}}, "twice"),
+        ({"attacks": [{"kind": "diffattack"}]}, "needs a score"),
         ({"rules": ["worst"]}, "decision rule"),
         ({"batch": 0}, "batch of at least 1"),
     ],

@@ -36,6 +36,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar, final
 
+from diffpure.adapters import DIFFATTACK
 from diffpure.attacks import (
     APGD,
     AUTOATTACK_RAND,
@@ -51,6 +52,7 @@ from diffpure.attacks import (
     Square,
     StAdv,
     Suite,
+    Transfer,
 )
 from diffpure.errors import InputError, unknown
 from diffpure.evaluation.results import DEFAULT_RULES, Rule
@@ -76,6 +78,7 @@ ATTACKS: Final[dict[str, tuple[Attack, ...]]] = {
     "pgd-lee-kim": (PGD_LEE_KIM,),
     "transfer": (TRANSFER,),
     "diffusion-only": (DIFFUSION_ONLY,),
+    "diffattack": (DIFFATTACK,),
 }
 
 
@@ -162,7 +165,9 @@ class EvaluationSpec:
         object.__setattr__(self, "rules", tuple(str(Rule.parse(rule)) for rule in self.rules))
         if not self.rules or not self.seeds or self.batch < 1 or self.probe < 0:
             raise InputError("A spec needs one rule, one seed and a batch of at least 1, and a probe of 0 or more.")
-        self.make_attacks()
+        for name, attack in self.make_attacks().items():
+            if isinstance(attack, Transfer) and self.model.score is None:
+                raise InputError(f"The attack {name!r} is on a part of a defence, so [model] needs a score.")
 
     def make_attacks(self) -> dict[str, Attack]:
         """The attacks by name, as the rows will call them."""
