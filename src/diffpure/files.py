@@ -12,12 +12,16 @@ An image of another size than the score model's is purified by one of
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import io
 import tarfile
+import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, Literal, final
 
@@ -34,6 +38,8 @@ from diffpure.purify import Purifier
 from diffpure.sde import Noise, mix
 
 Fit = Literal["resize", "tiles"]
+ARCHIVES: Final = frozenset({".npz", ".tar", ".gz", ".tgz"})
+GROUP: Final = 16_000_000  # pixels that are purified together at most, unless one image alone has more
 SAVE_OPTIONS: Final[dict[str, dict[str, Any]]] = {"JPEG": {"quality": 95}, "WEBP": {"lossless": True}}
 
 
@@ -180,47 +186,67 @@ def find(inputs: Sequence[str], report: Report) -> Iterator[Item]:
     for text in inputs:
         path = Path(text)
         if path.is_dir():
-            files = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
-            yield from (_file(p, p.relative_to(path).as_posix()) for p in files)
+            files = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES | ARCHIVES and p.is_file())
+            for file in files:
+                yield from _of_file(file, file.relative_to(path).parent, report)
         elif path.is_file():
-            yield from _of_file(path, report)
+            yield from _of_file(path, Path(), report)
         else:
             matches = sorted(glob.glob(text, recursive=True))
             if not matches:
                 raise InputError(f"There is no file, folder or match for {text!r}.")
-            yield from (item for match in matches if Path(match).is_file() for item in _of_file(Path(match), report))
+            for match in map(Path, matches):
+                if match.is_file():
+                    yield from _of_file(match, Path(), report)
 
 
-def _file(path: Path, name: str) -> Item:
-    return Item(name, lambda: read_picture(path))
-
-
-def _of_file(path: Path, report: Report) -> Iterator[Item]:
-    readers = {".npz": _of_npz, ".tar": _of_tar, ".gz": _of_tar, ".tgz": _of_tar}
-    reader = readers.get(path.suffix.lower())
-    if reader is None:
-        yield _file(path, path.name)
+def _of_file(path: Path, below: Path, report: Report) -> Iterator[Item]:
+    """The image in a file, or the images in an archive, with names below a folder."""
+    if path.suffix.lower() not in ARCHIVES:
+        yield Item((below / path.name).as_posix(), lambda: read_picture(path))
         return
     try:
-        yield from reader(path)
-    except (OSError, ValueError, EOFError, tarfile.TarError) as error:
-        report.failed.append((path.name, str(error) if isinstance(error, InputError) else "it cannot be read"))
+        with _readable(path):
+            items = list(_of_npz(path) if path.suffix.lower() == ".npz" else _of_tar(path))
+        yield from (Item((below / item.name).as_posix(), item.read) for item in items)
+    except InputError as error:
+        report.failed.append(((below / path.name).as_posix(), str(error)))
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Say in one sentence that an archive could not be read."""
+    try:
+        yield
+    except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile, tarfile.TarError, zlib.error) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path.name} is damaged or no archive of images, and cannot be read.") from error
 
 
 def _of_npz(path: Path) -> Iterator[Item]:
     """Arrays (N, H, W, 3) or (H, W, 3), 8-bit or float in [0, 1]; image i of array k becomes STEM/k-i.png."""
     with np.load(path, allow_pickle=False) as arrays:
-        for key in arrays.files:
-            array = arrays[key]
-            stack = array[None] if array.ndim == 3 else array
-            if stack.ndim != 4 or stack.shape[-1] != 3:
-                continue  # labels and other arrays stand beside the images
-            for i, image in enumerate(stack):
-                yield Item(f"{path.stem}/{key}-{i:05d}.png", _array_reader(image, f"{key}[{i}]"))
+        keys = list(arrays.files)
+    for key in keys:
+        stack = _stack(path, key, path.stat().st_mtime_ns)
+        if stack.ndim == 4 and stack.shape[-1] == 3:  # labels and other arrays stand beside the images
+            for i in range(len(stack)):
+                yield Item(f"{path.stem}/{key}-{i:05d}.png", _array_reader(path, key, i))
 
 
-def _array_reader(image: NDArray[Any], name: str) -> Callable[[], Picture]:
+@lru_cache(maxsize=1)  # the images of an array are read one after the other, and arrays may be large
+def _stack(path: Path, key: str, changed: int) -> NDArray[Any]:
+    """An array of an npz file as it was at a time, as a stack of images."""
+    with np.load(path, allow_pickle=False) as arrays:
+        array: NDArray[Any] = arrays[key]
+    return array[None] if array.ndim == 3 else array
+
+
+def _array_reader(path: Path, key: str, i: int) -> Callable[[], Picture]:
     def read() -> Picture:
+        with _readable(path):
+            image, name = _stack(path, key, path.stat().st_mtime_ns)[i], f"{key}[{i}]"
         values = image.astype(np.float32) / (255 if image.dtype == np.uint8 else 1)
         if not np.isfinite(values).all() or values.min() < 0 or values.max() > 1:
             raise InputError(f"{name} holds values that are not 8-bit or finite floats in [0, 1].")
@@ -241,7 +267,7 @@ def _of_tar(path: Path) -> Iterator[Item]:
 
 def _member_reader(path: Path, member: tarfile.TarInfo) -> Callable[[], Picture]:
     def read() -> Picture:
-        with tarfile.open(path) as archive:
+        with _readable(path), tarfile.open(path) as archive:
             stream = archive.extractfile(member)
             if stream is None:
                 raise InputError(f"{member.name} cannot be read from {path.name}.")
@@ -251,7 +277,7 @@ def _member_reader(path: Path, member: tarfile.TarInfo) -> Callable[[], Picture]
 
 
 def _groups(items: Iterable[Item], batch: int, report: Report) -> Iterator[list[tuple[Item, Picture]]]:
-    """Neighbours of one size in groups of at most `batch`; what cannot be read goes to the report."""
+    """Neighbours of one size in groups of at most `batch` images; what cannot be read goes to the report."""
     group: list[tuple[Item, Picture]] = []
     for item in items:
         try:
@@ -259,7 +285,9 @@ def _groups(items: Iterable[Item], batch: int, report: Report) -> Iterator[list[
         except InputError as error:
             report.failed.append((item.name, str(error)))
             continue
-        if group and (len(group) == batch or group[0][1].pixels.shape != picture.pixels.shape):
+        size = picture.pixels.shape
+        most = min(batch, max(1, GROUP // (size[-2] * size[-1])))
+        if group and (len(group) >= most or group[0][1].pixels.shape != size):
             yield group
             group = []
         group.append((item, picture))
