@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One thread a worker: more threads than cores spin (set THREADS for `demo` and `bench`).
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench docs clean
 .DEFAULT_GOAL := demo
 
 # torch first, and held by constraints.txt for everything after: another package must not pull another build.
@@ -32,6 +32,13 @@ lint: $(VENV)/.test  ## style and types
 
 bench: $(VENV)/.test  ## side-by-side ratios against peers
 	$(BIN)/python benchmarks/solver.py
+
+$(VENV)/.docs: $(VENV)/.core
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	@touch $@
+
+docs: $(VENV)/.docs  ## the documentation as a site that needs no network, in out/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir out/site
 
 clean:
 	rm -rf $(VENV) out
