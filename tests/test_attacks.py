@@ -21,6 +21,7 @@ from diffpure.attacks import (
     FAB,
     LOSSES,
     PGD,
+    PGD_LEE_KIM,
     TRANSFER,
     Attack,
     Cost,
@@ -37,6 +38,7 @@ from diffpure.attacks import (
 )
 from diffpure.attacks.apgd import checkpoints
 from diffpure.attacks.draws import uniforms
+from diffpure.attacks.losses import DIFFERENCE
 from diffpure.errors import InputError
 from diffpure.evaluation.checks import attacked, fewer
 from diffpure.sde import Noise
@@ -186,7 +188,10 @@ def test_the_suites_are_the_published_ones():
     assert all(a.eot.draws == 20 and a.iterations == 100 for a in AUTOATTACK_RAND)
     assert AUTOATTACK_STANDARD[1].steps(10) == 9 * 101
     assert AUTOATTACK_STANDARD[3].cost(10) == Cost(0, 5001)
-    assert BPDA_EOT.attack.eot == EOT(15, "logits")
+    assert (BPDA_EOT.attack.eot, BPDA_EOT.defence_draws) == (EOT(15, "logits"), 150)
+    assert (PGD_LEE_KIM.iterations, PGD_LEE_KIM.step_size, PGD_LEE_KIM.eot.draws) == (200, 0.007, 20)
+    assert (StAdv().iterations, StAdv().lr, StAdv().smoothness) == (100, 0.01, 0.0025)
+    assert (FAB().iterations, FAB().alpha_max, FAB().eta, FAB().beta, FAB().restarts) == (100, 0.1, 1.05, 0.9, 1)
     assert TRANSFER.part == "classifier"
     assert DIFFUSION_ONLY.part == "purifier"
 
@@ -344,6 +349,25 @@ def test_a_look_is_the_mean_over_all_draws_in_any_batching(average, loss):
         torch.testing.assert_close(found.gradient, gradient)
 
 
+@pytest.mark.parametrize(
+    ("loss", "label", "target", "value"),
+    [
+        ("margin", 0, 0, 1 - 3),
+        ("margin", 1, 1, 3 - 1),  # misclassified
+        ("difference", 0, 2, 0 - 3),
+        ("dlr", 0, 0, (1 - 3) / (3 - 0)),
+        ("dlr", 1, 1, (3 - 1) / (3 - 0)),
+        ("dlr-targeted", 0, 2, (0 - 3) / (3 - (0 - 2) / 2)),
+        ("dlr-targeted", 1, 0, (3 - 1) / (3 - (0 - 2) / 2)),
+    ],
+)
+def test_losses_are_those_of_their_papers(loss: str, label: int, target: int, value: float):
+    logits = torch.tensor([[[3.0, 1.0, 0.0, -2.0]], [[4.0, 2.0, 1.0, -1.0]]]).double()  # a shift changes nothing
+    of = {**LOSSES, "difference": DIFFERENCE}[loss]
+    found = of.loss(logits, torch.tensor([label] * 2), torch.tensor([target] * 2))
+    torch.testing.assert_close(found, torch.full((2,), value, dtype=torch.float64))
+
+
 def test_the_log_of_the_mean_cross_entropy_points_where_the_mean_does():
     logits = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(3)).double().requires_grad_()
     y = torch.arange(4)
@@ -436,6 +460,7 @@ def nan(images: Tensor) -> Tensor:
     ("change", "sentence"),
     [
         ({"y": torch.tensor([0, 1, 2, 3, 4, 5])}, r"Labels are in \[0, 5\)"),
+        ({"y": torch.tensor([0, 1, 2, 3, 4, -1])}, r"Labels are in \[0, …\), got -1 to 4"),
         ({"y": torch.tensor([0, 1])}, "Labels are an integer tensor"),
         ({"y": torch.zeros(6)}, "Labels are an integer tensor"),
         ({"x": 2 * torch.ones(6, 1, 8, 8)}, r"Images are in \[0, 1\]"),
