@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from diffpure import cli
 from diffpure.attacks.pgd import PGD
+from diffpure.classifiers.small import ARCHITECTURES
 from diffpure.data import cifar10
 from diffpure.data.cifar10 import Images
 from diffpure.errors import InputError
@@ -33,6 +34,7 @@ from diffpure.training.loop import Run, Workers, averaged, batch_indices, cosine
 from diffpure.training.precision import bfloat16_speedup, settle
 from diffpure.training.recipes import RECIPES, export, follow
 from diffpure.training.score import ScoreConfig, _draw, epsilon_error, picture, train_score
+from test_small import shaken
 
 
 def toy() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -136,6 +138,26 @@ def test_threads_in_low_precision_give_the_gradient_of_the_whole(half):
     for one, three in zip(*gradients, strict=True):
         assert one.dtype == torch.float32
         assert torch.allclose(one, three, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["score", "small_vit"])  # the others are slow where float16 is emulated
+def test_small_networks_can_be_trained_in_low_precision(half, name):
+    """The gradient is that of float32 but for rounding."""
+    torch.manual_seed(0)
+    score = name == "score"
+    model = shaken(SmallUNet(widths=(16, 24), embedding=16) if score else ARCHITECTURES[name]()).eval()
+    x, t = torch.rand(2, 3, 32, 32), torch.tensor([0.1, 0.2], dtype=torch.float64)
+
+    def loss(replica: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+        return replica.epsilon(x, t).square().mean() if score else F.cross_entropy(replica(x), torch.tensor([3]))
+
+    gradients = []
+    for kind in ("float32", "bfloat16"):
+        with Workers(model, loss, 2, kind) as workers:
+            workers.gradient(x, t)
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad]))
+    assert F.cosine_similarity(*gradients, dim=0) > 0.99
+    assert not torch.equal(*gradients)
 
 
 def test_a_run_begun_in_float32_goes_on_in_it_where_bfloat16_is_faster(tmp_path, half):
