@@ -6,17 +6,105 @@ import csv
 import io
 import json
 import shutil
+import tomllib
 
+import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import diffpure as dp
 from diffpure import cli
+from diffpure.data.samples import samples
 from diffpure.errors import InputError
 from diffpure.evaluation.evaluate import evaluate
+from diffpure.evaluation.gallery import FILE, Gallery
+from diffpure.evaluation.spec import EvaluationSpec
+from diffpure.experiments import run as experiments
+from diffpure.experiments.pictures import gallery_of
 from diffpure.report.page import FORMATS, html
 from diffpure.report.runs import read_run, sweeps
 from problems import images, tiny_classifier, tiny_unet
+
+SPEC = """
+rules = ["one-shot", "worst of 3"]
+[model]
+classifier = "cifar10-resnet"
+score = "cifar10-small"
+sampler = { kind = "few-step", t_star = 0.05, steps = 2 }
+[data]
+images = "3-8"
+[[attacks]]
+kind = "pgd"
+iterations = 3
+eot = 2
+"""
+
+
+@pytest.fixture
+def spec_run(tmp_path, monkeypatch):
+    """A run of a spec, with tiny untrained models in place of the embedded ones."""
+    torch.manual_seed(0)
+    classifier = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10)).eval()
+    monkeypatch.setattr(experiments, "load_classifier", lambda name, like=None: classifier)
+    monkeypatch.setattr(experiments, "load_score", lambda name, like=None: tiny_unet())
+    spec = EvaluationSpec.of(tomllib.loads(SPEC))
+    experiments.run(spec, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_the_pictures_are_what_the_run_judged(spec_run):
+    gallery = gallery_of(spec_run, 4)
+    assert gallery.stages == ("clean", "attacked", "diffused", "purified")
+    assert gallery.pictures.shape == (4, 4, 3, 32, 32)
+    rows = {(row.attack, row.image): row for row in read_run(spec_run).result.rows}
+    # What the classifier says of the purified picture is the first draw of the row, with its recorded seed.
+    assert gallery.classes[3].tolist() == [rows["pgd-ce", place].predictions[0] for place in range(3, 7)]
+    assert gallery.labels.tolist() == [rows["clean", place].label for place in range(3, 7)]
+    clean, attacked, diffused, purified = gallery.pictures.astype(int)
+    assert np.array_equal(clean, (samples(7)[0][3:] * 255).round().int().numpy())
+    assert 0 < np.abs(clean - attacked).max() <= 9
+    assert np.abs(diffused - attacked).mean() > 9  # noise of deviation 0.17/2 was added
+    assert not np.array_equal(diffused, purified)
+    assert ((gallery.confidence > 0) & (gallery.confidence <= 1)).all()
+
+
+def test_pictures_are_kept_and_made_again_for_another_run(spec_run, monkeypatch):
+    made = gallery_of(spec_run, 4)
+    monkeypatch.setattr(experiments, "load_score", lambda name, like=None: pytest.fail("loaded again"))
+    assert np.array_equal(gallery_of(spec_run, 4).pictures, made.pictures)
+    assert (spec_run / FILE).stat().st_size < 60_000
+    other = {**read_run(spec_run).result.header, "batch": 1}
+    assert Gallery.load(spec_run, other) is None
+    (spec_run / FILE).write_bytes(b"damaged")
+    assert Gallery.load(spec_run, other) is None
+
+
+def test_without_the_weights_the_page_says_why(spec_run, tmp_path, monkeypatch):
+    def missing(name, like=None):
+        raise InputError("The weights are not on this machine.")
+
+    monkeypatch.setattr(experiments, "load_score", missing)
+    out = tmp_path / "report.html"
+    assert CliRunner().invoke(cli.app, ["report", str(spec_run), "-o", str(out)]).exit_code == 0
+    page = out.read_text()
+    assert "no pictures of the diffused and purified images: The weights are not on this machine." in page
+    assert page.count("<figure><img") == 2 * 6
+    assert "diffused<br>" not in page
+    monkeypatch.setattr(experiments, "load_score", lambda name, like=None: tiny_unet(8))
+    with pytest.raises(InputError, match="not those of the run"):
+        gallery_of(spec_run, 4)
+
+
+def test_the_command_shows_every_stage_with_class_and_confidence(spec_run, tmp_path):
+    out = tmp_path / "new" / "report.html"
+    assert CliRunner().invoke(cli.app, ["report", str(spec_run), "-o", str(out)], catch_exceptions=False).exit_code == 0
+    page = out.read_text()
+    for stage in ("clean", "attacked", "diffused", "purified"):
+        assert page.count(f"<figcaption>{stage}<br>") == 6
+    words, right = gallery_of(spec_run, 6).caption(3, 0)
+    assert f">{'✓' if right else '✗'} {words}</span>" in page
+    assert words.endswith("%")
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +141,14 @@ def test_other_formats_hold_the_same_numbers(runs):
 
 def test_sweeps_are_found(runs):
     found = [read_run(folder) for folder in runs]
-    assert sweeps(found) == {}
+    assert sweeps(found) == []
     for run, t_star in zip(found, (0.1, 0.05), strict=True):
         run.result.header["spec"] = {"model": {"sampler": {"t_star": t_star}}, "attacks": []}
-    assert [value for value, _ in sweeps(found)["t*"]] == [0.05, 0.1]
+    ((axis, points),) = sweeps(found)
+    assert (axis, [value for value, _ in points]) == ("t*", [0.05, 0.1])
     assert "Accuracy against t*" in html(found)
+    found[0].result.header["spec"]["attacks"] = [{"kind": "pgd"}]
+    assert sweeps(found) == []  # they differ in more than t*
 
 
 @pytest.mark.parametrize("kind", ["html", "md", "csv", "json", "png", "pdf"])

@@ -7,20 +7,42 @@ from typing import Annotated
 
 import typer
 
-from diffpure.cli.base import app, console
+from diffpure.cli.base import Threads, app, console, use_threads
+from diffpure.errors import InputError
 
 
-@app.command(epilog="Example: diffpure report runs/mine -o report.html")
+@app.command(epilog="Example: diffpure report runs/* -o report.html")
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of finished evaluations.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("report.html"),
     kind: Annotated[
         str | None, typer.Option("--format", help="html, md, csv, json, png or pdf; from --out's ending.")
     ] = None,
+    pictures: Annotated[
+        int, typer.Option(min=0, help="Images to show purified, as the run did it; they are kept with it.")
+    ] = 8,
+    threads: Threads = None,
 ) -> None:
     """Write one self-contained page about evaluations: warnings first, then rates with intervals, pictures, cost."""
+    use_threads(threads)
     from diffpure.report.page import write
     from diffpure.report.runs import read_run
 
-    write([read_run(folder) for folder in runs], out, kind or out.suffix.lstrip("."))
+    kind = kind or out.suffix.lstrip(".") or "html"
+    found = [read_run(folder) for folder in runs]
+    if kind == "html" and pictures:
+        with console.status("Making pictures …"):
+            found = [read_run(run.folder, _make_pictures(run.folder, pictures)) for run in found]
+    write(found, out, kind)
     console.print(f"Report: {out}", soft_wrap=True)
+
+
+def _make_pictures(folder: Path, count: int) -> str:
+    """Make a run's pictures where they are missing; returns why that could not be done."""
+    from diffpure.experiments.pictures import gallery_of
+
+    try:
+        gallery_of(folder, count)
+        return ""
+    except InputError as error:
+        return f"There are no pictures of the diffused and purified images: {error}"

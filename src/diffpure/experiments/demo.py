@@ -1,31 +1,33 @@
 """The demonstration: what an attack does to a classifier, what purification brings back, and what an attacker who
 knows the defence still breaks. Everything is inside the package: 500 test images, a small classifier, a small score.
 
-The adaptive attack is PGD with expectation over the defence's noise and its exact gradient, on few images: it shows
-the effect honestly, and is no substitute for an evaluation.
+It is four evaluations, each a spec with a run on the disk, so that it can be verified, reported and continued:
+
+    bare       the classifier, and PGD on it
+    purified   the defence on the same images
+    brought    the defence on the images that PGD made against the bare classifier
+    adaptive   the defence under PGD with expectation over its noise and its exact gradient, on few images
+
+The last shows the effect honestly, and is no substitute for an evaluation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from pathlib import Path
+from typing import Any, final
 
-import torch
-from torch import Tensor
-
-from diffpure.attacks import EOT, PGD, Run
-from diffpure.classifiers.load import load_classifier
-from diffpure.data.cifar10 import CLASSES
-from diffpure.data.samples import samples
-from diffpure.evaluation.results import Rate
-from diffpure.purify import Defense, Purifier
-from diffpure.samplers import Ancestral
-from diffpure.scores.load import load_score
-from diffpure.threats import Linf
+from diffpure.evaluation.evaluate import Tick
+from diffpure.evaluation.gallery import Gallery
+from diffpure.evaluation.results import Rate, Result
+from diffpure.evaluation.spec import EvaluationSpec
+from diffpure.evaluation.store import IMAGES
+from diffpure.evaluation.units import Unit
+from diffpure.experiments.pictures import gallery_of
+from diffpure.experiments.run import run, run_folder
 
 Progress = Callable[[str, int, int], None]  # (what, done, of)
-EPS = 8 / 255
 
 
 @final
@@ -41,20 +43,12 @@ class DemoRow:
 @final
 @dataclass(frozen=True)
 class Demo:
-    """The table, and images for a picture: clean, attacked, diffused, purified (each (N, 3, 32, 32))."""
+    """The table, the folders of the runs it was read from, and the pictures: clean, attacked, diffused, purified."""
 
     rows: tuple[DemoRow, ...]
-    strips: dict[str, Tensor]
-    predictions: dict[str, tuple[int, ...]]
-    labels: tuple[int, ...]
+    folders: tuple[Path, ...]
+    galleries: tuple[Gallery, ...]
     notes: str
-
-    def captions(self) -> dict[str, list[tuple[str, bool]]]:
-        """What the classifier says of each image of the picture, and whether it is right."""
-        return {
-            stage: [(CLASSES[k], k == label) for k, label in zip(found, self.labels, strict=True)]
-            for stage, found in self.predictions.items()
-        }
 
 
 @final
@@ -72,68 +66,71 @@ class DemoConfig:
     shown: int = 8
 
 
-def run_demo(config: DemoConfig | None = None, progress: Progress = lambda *_: None) -> Demo:
-    """Classify, attack the bare classifier, purify, attack the defence."""
-    config = config or DemoConfig()
-    classifier, score = load_classifier("cifar10-resnet"), load_score("cifar10-small")
-    defense = Defense(Purifier(score, Ancestral(t_star=config.t_star, steps=config.steps)), classifier)
-    x, y = samples(config.images)
-    seeds = [config.seed * 1_000_003 + i for i in range(len(x))]
-    threat = Linf(EPS)
+def run_demo(config: DemoConfig, home: Path, progress: Progress = lambda *_: None) -> Demo:
+    """Classify, attack the bare classifier, purify, attack the defence; the runs go to folders in `home`.
 
-    plain = PGD(iterations=20)
-    attacked = threat.apply(
-        x, plain(classifier, x, y, threat, seeds=seeds, on_step=_tell(progress, "attack classifier"))
+    What an earlier call with the same configuration has finished there is read, not computed again.
+    """
+    found: list[tuple[Path, Result]] = []
+
+    def measure(spec: EvaluationSpec) -> Result:
+        folder = run_folder(spec, home)
+        found.append((folder, run(spec, folder, progress=_tell(progress, spec.name))))
+        return found[-1][1]
+
+    pgd = "PGD-20"
+    bare = measure(_spec(config, "Bare classifier", config.images, attack={"kind": "pgd", "iterations": 20}))
+    purified = measure(_spec(config, "Purified", config.images, defended=True))
+    name = f"Purified, on the images that {pgd} made against the bare classifier"
+    brought = measure(_spec(config, name, config.images, defended=True, source=_attacked(found[0])))
+    eot = {"kind": "pgd", "iterations": config.iterations, "eot": config.draws}
+    name = "Purified, attacked by one who knows the defence"
+    adaptive = measure(_spec(config, name, config.adaptive_images, defended=True, attack=eot))
+    rows = (
+        DemoRow("classifier", "none", bare.clean()),
+        DemoRow("classifier", pgd, bare.minimum()),
+        DemoRow("purified", "none", purified.clean()),
+        DemoRow("purified", f"{pgd} on the classifier", brought.clean()),
+        DemoRow("purified", f"PGD-{config.iterations}, EOT {config.draws}, exact gradient", adaptive.minimum()),
     )
-    rows = [
-        DemoRow("classifier", "none", _rate(classifier(x), y)),
-        DemoRow("classifier", "PGD-20", _rate(classifier(attacked), y)),
-    ]
-    views = {"clean": x, "attacked": attacked}
-    logits = {name: _batched(defense, view, seeds, progress, f"purify {name}") for name, view in views.items()}
-    rows.append(DemoRow("purified", "none", _rate(logits["clean"], y)))
-    rows.append(DemoRow("purified", "PGD-20 on the classifier", _rate(logits["attacked"], y)))
-
-    few = slice(0, config.adaptive_images)
-    adaptive = PGD(iterations=config.iterations, eot=EOT(config.draws, rows=64))
-    z = adaptive(defense, x[few], y[few], threat, seeds=seeds[few], on_step=_tell(progress, "attack defence"))
-    name = f"PGD-{config.iterations}, EOT {config.draws}, exact gradient"
-    broken = _batched(defense, threat.apply(x[few], z), [s + 500_009 for s in seeds[few]], progress, "judge")
-    rows.append(DemoRow("purified", name, _rate(broken, y[few])))
-    return _picture(config, defense, attacked, x, y, seeds, tuple(rows))
-
-
-def _picture(
-    config: DemoConfig,
-    defense: Defense,
-    attacked: Tensor,
-    x: Tensor,
-    y: Tensor,
-    seeds: Sequence[int],
-    rows: tuple[DemoRow, ...],
-) -> Demo:
-    shown = slice(0, config.shown)
-    states = defense.purifier.trajectory(attacked[shown], [config.t_star, 0.0], seeds[shown])
-    strips = {"clean": x[shown], "attacked": attacked[shown], "diffused": states[0], "purified": states[1]}
-    with torch.no_grad():
-        predictions = {name: tuple(defense.classifier(view).argmax(1).tolist()) for name, view in strips.items()}
+    folders = tuple(folder for folder, _ in found)
     sampler = f"ancestral sampler in {config.steps} steps"
     notes = f"l-inf 8/255, t* = {config.t_star:g}, {sampler}, seed {config.seed}"
-    return Demo(rows, strips, predictions, tuple(y[shown].tolist()), notes)
+    return Demo(rows, folders, tuple(gallery_of(folder, config.shown) for folder in folders), notes)
 
 
-def _tell(progress: Progress, what: str) -> Callable[[Run], None]:
-    return lambda run: progress(what, run.step, run.steps)
+def _spec(
+    config: DemoConfig,
+    name: str,
+    images: int,
+    *,
+    defended: bool = False,
+    attack: dict[str, Any] | None = None,
+    source: dict[str, str] | None = None,
+) -> EvaluationSpec:
+    model: dict[str, Any] = {"classifier": "cifar10-resnet"}
+    if defended:
+        sampler = {"kind": "ancestral", "t_star": config.t_star, "steps": config.steps}
+        model |= {"score": "cifar10-small", "sampler": sampler}
+    return EvaluationSpec.of(
+        {
+            "name": name,
+            "model": model,
+            "data": {"images": tuple(range(images)), **(source or {})},
+            "attacks": [] if attack is None else [attack],
+            "rules": ["one-shot"],
+            "seeds": [config.seed],
+            "batch": images,
+        }
+    )
 
 
-def _rate(logits: Tensor, y: Tensor) -> Rate:
-    return Rate(int(logits.argmax(1).eq(y).sum()), len(y))
+def _attacked(bare: tuple[Path, Result]) -> dict[str, str]:
+    """The adversarial images of a run of one batch, as a source of images."""
+    folder, result = bare
+    unit = Unit(result.seeds[0], result.attacks[0], 0, result.header["batch"])
+    return {"source": "file", "path": str(folder / IMAGES / unit.file)}
 
 
-@torch.no_grad()
-def _batched(model: Defense, x: Tensor, seeds: Sequence[int], progress: Progress, what: str, batch: int = 25) -> Tensor:
-    parts = []
-    for i in range(0, len(x), batch):
-        parts.append(model(x[i : i + batch], seeds[i : i + batch]))
-        progress(what, min(i + batch, len(x)), len(x))
-    return torch.cat(parts)
+def _tell(progress: Progress, what: str) -> Callable[[Tick], None]:
+    return lambda tick: progress(what, round(100 * tick.share), 100)

@@ -11,20 +11,26 @@ from html import escape
 from pathlib import Path
 from typing import Final
 
+from diffpure.disk import one_sentence, write_whole
 from diffpure.errors import unknown
 from diffpure.evaluation.results import CLEAN, MINIMUM, WORST
-from diffpure.report import plots, strips
-from diffpure.report.runs import COLUMNS, Run, flat, sweeps, verdicts
+from diffpure.report import plots
+from diffpure.report.cards import STYLE as CARDS
+from diffpure.report.cards import cards
+from diffpure.report.runs import COLUMNS, Run, attacked, flat, sweeps
 
 TITLES: Final = {CLEAN: "no attack", WORST: "worst case per image", MINIMUM: "minimum of attacks (the paper's number)"}
 STYLE: Final = """
-:root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --soft: #f3f4f6; --line: #d5d9de; --warn: #fff4d6; }
+:root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --soft: #f3f4f6; --line: #d5d9de; --warn: #fff4d6;
+  --right: #1a7f37; --wrong: #c62828; }
 @media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e9ed; --paper: #14171a; --soft: #1f2429; --line: #39414a; --warn: #4a3a0c; } }
+  :root { --ink: #e6e9ed; --paper: #14171a; --soft: #1f2429; --line: #39414a; --warn: #4a3a0c;
+    --right: #57c278; --wrong: #ff8a80; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 62rem; padding: 1rem; color: var(--ink); background: var(--paper);
   font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
 h1 { font-size: 1.6rem; margin: .5rem 0; } h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; }
+h3 { font-size: 1rem; margin: 1.2rem 0 .2rem; }
 .warnings { background: var(--warn); border-radius: .5rem; padding: .75rem 1rem; margin: 1rem 0; }
 .warnings ul { margin: .25rem 0; padding-left: 1.2rem; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .92rem; min-width: 100%; }
@@ -38,22 +44,36 @@ details pre { background: var(--soft); padding: .75rem; border-radius: .4rem; wh
 
 HEAD: Final = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,"><title>diffpure report</title><style>{STYLE}</style></head>
+<link rel="icon" href="data:,"><title>diffpure report</title><style>{STYLE}{CARDS}</style></head>
 """
 
 
-def html(runs: Sequence[Run]) -> str:
-    """The page."""
-    parts = [_warnings(runs)]
-    for run in runs:
-        parts += [_heading(run), _rates(run), _pictures(run), _cost(run)]
-    for axis, points in sweeps(runs).items():
-        parts.append(_figure(plots.png(plots.along(axis, points)), f"Accuracy against {axis}, 95 % intervals."))
+def html(runs: Sequence[Run], remark: str = "") -> str:
+    """The page; remark: what has to be said of all runs before anything else."""
+    parts = [f"<p>{escape(remark)}</p>" if remark else "", _warnings(runs)]
     if len(runs) > 1:
-        parts.append(_figure(plots.png(plots.trade_off(runs)), "Standard against robust accuracy, 95 % intervals."))
-    parts += [_provenance(run) for run in runs]
+        parts.append(_glance(runs))
+    for run in runs:
+        parts += [_heading(run), _rates(run), cards(run), _cost(run)]
+    for axis, points in sweeps(runs):
+        parts.append(_figure(plots.encoded(plots.along(axis, points)), f"Accuracy against {axis}, 95 % intervals."))
+    if len(attacked(runs)) > 1:
+        plot = plots.encoded(plots.trade_off(attacked(runs)))
+        parts.append(_figure(plot, "Standard against robust accuracy (worst case per image), 95 % intervals."))
+    parts += ["<h2>Provenance</h2>", *(_provenance(run) for run in runs)]
     body = "\n".join(parts)
     return f"{HEAD}<body><h1>How robust is it?</h1>\n{body}\n</body></html>\n"
+
+
+def _glance(runs: Sequence[Run]) -> str:
+    """All runs in one table, under the first rule of each."""
+    lines = []
+    for run in runs:
+        given, robust = run.result.clean(), str(run.result.robust()) if run.result.attacks else "not attacked"
+        cells = (run.name, str(given.total), str(given), robust)
+        lines.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+    head = "<tr><th>run</th><th>images</th><th>as given</th><th>worst case</th></tr>"
+    return f'<h2>At a glance</h2><div class="scroll"><table>{head}{"".join(lines)}</table></div>'
 
 
 def _warnings(runs: Sequence[Run]) -> str:
@@ -78,29 +98,13 @@ def _rates(run: Run) -> str:
     rules = run.result.rules
     head = "".join(f"<th>{escape(str(rule))}</th>" for rule in rules)
     lines = []
-    for attack in (CLEAN, *run.result.attacks, WORST, MINIMUM):
+    for attack in run.lines:
         cells = "".join(f"<td>{escape(str(run.result.rate(attack, rule)))}</td>" for rule in rules)
         kind = ' class="total"' if attack in (WORST, MINIMUM) else ""
         lines.append(f"<tr{kind}><td>{escape(TITLES.get(attack, attack))}</td>{cells}</tr>")
-    note = (
-        '<p class="small">Accuracy with 95 % intervals; the first line is the clean accuracy under the same rule.</p>'
-    )
+    below = "; the first line is the clean accuracy under the same rule" if run.result.attacks else ""
+    note = f'<p class="small">Accuracy with 95 % intervals{below}.</p>'
     return f'<div class="scroll"><table><tr><th>attack</th>{head}</tr>{"".join(lines)}</table></div>{note}'
-
-
-def _pictures(run: Run) -> str:
-    for attack in run.result.attacks:
-        found = run.pictures(attack)
-        if found is None:
-            continue
-        clean, attacked, places = found
-        captions = {
-            stage: [(f"class {k}", right) for k, right in verdicts(run, name, places)]
-            for stage, name in (("clean", CLEAN), (attack, attack))
-        }
-        data = strips.strip_png({"clean": clean, attack: attacked}, captions)
-        return _figure(data, f"The first images, clean and under {attack}: green is classified correctly, red is not.")
-    return ""
 
 
 def _cost(run: Run) -> str:
@@ -130,7 +134,7 @@ def markdown(runs: Sequence[Run]) -> str:
         rules = run.result.rules
         lines = [f"## {run.name}", "", *(f"> {text}" for text in run.result.warnings), ""]
         lines += ["| attack | " + " | ".join(map(str, rules)) + " |", "|---" * (len(rules) + 1) + "|"]
-        for attack in (CLEAN, *run.result.attacks, WORST, MINIMUM):
+        for attack in run.lines:
             cells = " | ".join(str(run.result.rate(attack, rule)) for rule in rules)
             lines.append(f"| {TITLES.get(attack, attack)} | {cells} |")
         parts.append("\n".join(lines))
@@ -157,14 +161,17 @@ FORMATS: Final[dict[str, Callable[[Sequence[Run]], str]]] = {
     "csv": comma_separated,
     "json": as_json,
 }
+KINDS: Final = (*FORMATS, "png", "pdf")
 
 
-def write(runs: Sequence[Run], out: Path, kind: str) -> None:
-    """Write a report; PNG and PDF hold the plots alone."""
-    if kind in ("png", "pdf"):
-        figure = plots.trade_off(runs)
-        figure.savefig(out, format=kind, dpi=150, facecolor="white")
-        return
-    if kind not in FORMATS:
-        raise unknown("report format", kind, [*FORMATS, "png", "pdf"])
-    out.write_text(FORMATS[kind](runs), "utf-8")
+def write(runs: Sequence[Run], out: Path, kind: str, remark: str = "") -> None:
+    """Write a report, whole or not at all; PNG and PDF hold the plot of standard against robust accuracy alone."""
+    if kind not in KINDS:
+        raise unknown("report format", kind, KINDS)
+    if kind in FORMATS:
+        data = (html(runs, remark) if kind == "html" else FORMATS[kind](runs)).encode()
+    else:
+        data = plots.encoded(plots.trade_off(attacked(runs)), kind)
+    with one_sentence(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, data)

@@ -29,7 +29,8 @@ def along(axis: str, points: Sequence[tuple[float, Run]]) -> Figure:
     """Standard and worst-case accuracy with intervals along an axis."""
     with plt.rc_context(STYLE):
         figure, ax = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
-        for what, colour, name in ((CLEAN, STANDARD, "standard"), (WORST, ROBUST, "robust, worst case")):
+        lines = ((CLEAN, STANDARD, "standard"), (WORST, ROBUST, "robust, worst case"))
+        for what, colour, name in lines if all(run.result.attacks for _, run in points) else lines[:1]:
             rates = [run.result.rate(what) for _, run in points]
             values = [value for value, _ in points]
             heights = [100 * rate.value for rate in rates]
@@ -58,9 +59,9 @@ def _bars(rates: Sequence[Rate]) -> list[list[float]]:
     return [below, above]
 
 
-def png(figure: Figure) -> bytes:
-    """The figure as a PNG; it is closed."""
+def encoded(figure: Figure, kind: str = "png") -> bytes:
+    """The figure as a PNG or PDF; it is closed."""
     out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=140, facecolor="white")
+    figure.savefig(out, format=kind, dpi=140, facecolor="white")
     plt.close(figure)
     return out.getvalue()

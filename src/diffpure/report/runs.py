@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, Final, final
 
 import numpy as np
-from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from diffpure.errors import InputError
-from diffpure.evaluation.results import CLEAN, MINIMUM, WORST, Result, Rule, ordered, read_rows
+from diffpure.evaluation.gallery import Gallery, eight_bits
+from diffpure.evaluation.results import CLEAN, MINIMUM, WORST, Result
 
 COLUMNS: Final = ("run", "model", "threat", "attack", "rule", "images", "accuracy", "low", "high", "gradient")
 # What a run may be swept over: a name, and where it stands in the spec.
@@ -28,10 +29,12 @@ AXES: Final[dict[str, tuple[str | int, ...]]] = {
 @final
 @dataclass(frozen=True)
 class Run:
-    """One finished evaluation and the folder it lies in."""
+    """One finished evaluation, the folder it lies in, and its pictures, with what there is to say of them."""
 
     folder: Path
     result: Result
+    gallery: Gallery | None = None
+    remark: str = ""
 
     @property
     def name(self) -> str:
@@ -48,39 +51,59 @@ class Run:
             found = found[key]
         return float(found) if isinstance(found, int | float) else None
 
-    def pictures(self, attack: str, most: int = 8) -> tuple[NDArray[Any], NDArray[Any], list[int]] | None:
-        """Clean and attacked images (N, C, H, W) of the first seed and their places; None where none were kept."""
-        files = sorted((self.folder / "adversarial").glob("*.safetensors"))
-        wanted = [f for f in files if f.name.startswith(f"{_slug(attack)}-seed{self.result.seeds[0]}-")]
-        if not wanted:
-            return None
-        kept = load_file(wanted[0])
-        attacked, z = kept["images"][:most], kept["z"][:most]
-        clean = np.clip(attacked - z, 0, 1) if z.shape == attacked.shape else attacked
-        return clean, attacked, [int(p) for p in kept["places"][:most]]
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What there is a rate of; a run without attacks has no worst case."""
+        attacks = self.result.attacks
+        return (CLEAN, *attacks, WORST, MINIMUM) if attacks else (CLEAN,)
+
+
+def read_run(folder: str | Path, remark: str = "") -> Run:
+    """A finished run from its folder; remark: why there are no better pictures of it."""
+    result = Result.load(folder)
+    folder = Path(folder) if Path(folder).is_dir() else Path(folder).parent
+    if not result.complete:
+        raise InputError(f"The evaluation in {folder} is unfinished; resume it before it is reported.")
+    kept = Gallery.load(folder, result.header)
+    return Run(folder, result, kept or _rows_gallery(folder, result), "" if kept else remark)
+
+
+def _rows_gallery(folder: Path, result: Result, count: int = 8) -> Gallery | None:
+    """What a run's files show without its model: its strongest attack, judged by the first draws of its rows."""
+    attack = min(result.attacks, key=lambda name: result.rate(name).value, default=CLEAN)
+    files = sorted((folder / "adversarial").glob(f"{_slug(attack)}-seed{result.seeds[0]}-*.safetensors"))
+    if not files:
+        return None
+    try:
+        kept = load_file(files[0])
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"The file {files[0]} is damaged.") from error
+    attacked, z = kept["images"][:count], kept["z"][:count]
+    stages = {"attacked": attacked}
+    if z.shape == attacked.shape:  # what a flow moved cannot be moved back
+        stages = {"clean": attacked - z, **stages}
+    rows = {(row.attack, row.image): row for row in result.rows if row.seed == result.seeds[0]}
+    names = {"clean": CLEAN, "attacked": attack}
+    classes = [[rows[names[s], int(p)].predictions[0] for p in kept["places"][:count]] for s in stages]
+    return Gallery(
+        attack=attack,
+        stages=tuple(stages),
+        pictures=np.stack([eight_bits(x) for x in stages.values()]),
+        classes=np.array(classes),
+        confidence=np.full((len(stages), len(attacked)), np.nan, np.float32),
+        labels=kept["labels"][:count],
+    )
 
 
 def _slug(name: str) -> str:
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
 
 
-def read_run(folder: str | Path) -> Run:
-    """A finished run from its folder."""
-    header, rows = read_rows(folder)
-    folder = Path(folder) if Path(folder).is_dir() else Path(folder).parent
-    summary = folder / "summary.json"
-    warnings = json.loads(summary.read_text("utf-8")).get("warnings", []) if summary.is_file() else []
-    result = Result(header, ordered(rows, header), tuple(warnings))
-    if not result.complete:
-        raise InputError(f"The evaluation in {folder} is unfinished; resume it before it is reported.")
-    return Run(folder, result)
-
-
 def flat(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
     """Every rate of every run as a flat record with the columns `COLUMNS`."""
     for run in runs:
         header = run.result.header
-        for attack in (CLEAN, *run.result.attacks, WORST, MINIMUM):
+        for attack in run.lines:
             for rule in run.result.rules:
                 rate = run.result.rate(attack, rule)
                 low, high = rate.interval
@@ -88,17 +111,30 @@ def flat(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
                 yield dict(zip(COLUMNS, (*values, rate.value, low, high, header["model"]["gradient"]), strict=True))
 
 
-def sweeps(runs: Sequence[Run]) -> dict[str, list[tuple[float, Run]]]:
-    """The axes along which the runs differ, each with its runs in order."""
-    found = {}
+def attacked(runs: Sequence[Run]) -> list[Run]:
+    """The runs that measured robustness at all."""
+    return [run for run in runs if run.result.attacks]
+
+
+def sweeps(runs: Sequence[Run]) -> list[tuple[str, list[tuple[float, Run]]]]:
+    """The axes along which runs differ that are alike in everything else, each with its runs in order."""
+    found = []
     for axis in AXES:
-        points = [(value, run) for run in runs if (value := run.setting(axis)) is not None]
-        if len({value for value, _ in points}) > 1:
-            found[axis] = sorted(points, key=lambda point: point[0])
+        alike: dict[str, list[tuple[float, Run]]] = {}
+        for run in runs:
+            if (value := run.setting(axis)) is not None:
+                alike.setdefault(_without(run.result.header["spec"], AXES[axis]), []).append((value, run))
+        for points in alike.values():
+            if len({value for value, _ in points}) > 1:
+                found.append((axis, sorted(points, key=lambda point: point[0])))
     return found
 
 
-def verdicts(run: Run, attack: str, places: Sequence[int]) -> list[tuple[int, bool]]:
-    """What the first draw said of images under an attack, and whether it was right, for the first seed."""
-    rows = {r.image: r for r in run.result.rows if r.attack == attack and r.seed == run.result.seeds[0]}
-    return [(rows[p].predictions[0], Rule("one-shot").right(rows[p])) for p in places]
+def _without(spec: Any, keys: Sequence[str | int]) -> str:
+    """A spec but for one of its settings, as text."""
+    rest = json.loads(json.dumps(spec))
+    place = rest
+    for key in keys[:-1]:
+        place = place[key]
+    del place[keys[-1]]
+    return json.dumps(rest, sort_keys=True)

@@ -1,0 +1,93 @@
+"""Pictures of a run, kept beside its rows: the first images in stages, each with the class and confidence it was given.
+
+    clean → attacked                        of a bare classifier
+    clean → attacked → diffused → purified  of a defence: what its classifier says of each picture alone
+    given → …                               of a run without attacks
+
+They are 8-bit and few, so that a report can be made again anywhere, without the model. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self, final
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from diffpure.disk import write_whole
+
+FILE: Final = "pictures.safetensors"  # in the folder of a run
+GIVEN: Final = "given"  # the first stage of a run without attacks
+
+
+@final
+@dataclass(frozen=True)
+class Gallery:
+    """Pictures (S, N, C, H, W) of N images in S stages, 8-bit; classes and confidence (S, N), labels (N,).
+
+    A confidence that is not known is NaN.   names: of the classes, or none.
+    """
+
+    attack: str
+    stages: tuple[str, ...]
+    pictures: NDArray[np.uint8]
+    classes: NDArray[np.int64]
+    confidence: NDArray[np.float32]
+    labels: NDArray[np.int64]
+    names: tuple[str, ...] = ()
+
+    def caption(self, stage: int, image: int) -> tuple[str, bool]:
+        """The class and confidence of a picture in words, and whether the class is right."""
+        k, sure = int(self.classes[stage, image]), float(self.confidence[stage, image])
+        words = self.class_name(k) + ("" if math.isnan(sure) else f" {100 * sure:.0f} %")
+        return words, k == int(self.labels[image])
+
+    def class_name(self, k: int) -> str:
+        """What a class is called."""
+        return self.names[k] if k < len(self.names) else f"class {k}"
+
+    def save(self, folder: Path, header: Mapping[str, Any]) -> None:
+        """Keep the pictures with the run that has this header; a folder that cannot be written to is left alone."""
+        arrays = {
+            "pictures": self.pictures,
+            "classes": self.classes,
+            "confidence": self.confidence,
+            "labels": self.labels,
+        }
+        words = {"attack": self.attack, "stages": self.stages, "names": self.names, "run": _key(header)}
+        data = save({k: np.ascontiguousarray(v) for k, v in arrays.items()}, {"about": json.dumps(words)})
+        with contextlib.suppress(OSError):
+            write_whole(folder / FILE, data)
+
+    @classmethod
+    def load(cls, folder: Path, header: Mapping[str, Any]) -> Self | None:
+        """The pictures that were kept with the run of this header, if any were."""
+        try:
+            with safe_open(folder / FILE, "numpy") as file:
+                words = json.loads(file.metadata()["about"])
+                arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            if words.pop("run") != _key(header):
+                return None
+            return cls(**arrays, attack=words["attack"], stages=tuple(words["stages"]), names=tuple(words["names"]))
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+            return None  # missing or damaged: they can be made again
+
+
+def _key(header: Mapping[str, Any]) -> str:
+    """What names a run: a hash of its header."""
+    return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
+
+
+def eight_bits(images: NDArray[Any]) -> NDArray[np.uint8]:
+    """Pictures in about [0, 1] as 8-bit ones."""
+    levels: NDArray[np.uint8] = (np.clip(images, 0, 1) * 255).round().astype(np.uint8)
+    return levels
