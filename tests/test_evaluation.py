@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -340,15 +341,47 @@ def test_two_processes_do_not_share_a_folder(tmp_path):
     Store.open(tmp_path / "r", header).close()
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
+def said_by_another_user(folder: Path) -> str:
+    """What an evaluation into a folder says when somebody without rights runs it: in a child that gives up its own."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            if os.geteuid() == 0:
+                os.setgroups([])
+                os.setgid(65534)
+                os.setuid(65534)
+            settle(folder)
+            os.write(write, b"nothing")
+        except InputError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with os.fdopen(read) as said:
+        return said.read()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, reference):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot be written"):
         settle(tmp_path / "file" / "r")
-    if os.geteuid() == 0:
-        pytest.skip("root may write to a read-only folder")
-    (tmp_path / "locked").mkdir(mode=0o500)
-    with pytest.raises(InputError, match="cannot be written"):
-        settle(tmp_path / "locked" / "r")
+    with tempfile.TemporaryDirectory() as place:  # the way to tmp_path itself is closed to other users
+        Path(place).chmod(0o555)
+        said = said_by_another_user(Path(place) / "r")
+        assert said == f"{place}/r cannot be written or read (Permission denied); what was finished before is kept."
+        assert not list(Path(place).iterdir())
+        Path(place).chmod(0o755)
+        settle(Path(place) / "r")
+        before = {file: file.read_bytes() for file in Path(place).rglob("*") if file.is_file()}
+        for folder in (Path(place) / "r", Path(place) / "r" / "adversarial"):
+            folder.chmod(0o555)
+        (Path(place) / "r" / "rows.jsonl").chmod(0o444)
+        assert "Permission denied" in said_by_another_user(Path(place) / "r")
+        assert {file: file.read_bytes() for file in Path(place).rglob("*") if file.is_file()} == before
+        (Path(place) / "r").chmod(0o755)
+        (Path(place) / "r" / "adversarial").chmod(0o755)
 
 
 @pytest.fixture
