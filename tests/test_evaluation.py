@@ -596,6 +596,24 @@ def test_an_edited_label_size_and_rate_are_caught(honest, tmp_path):
     assert "rates in summary.json are not those of the rows" in problems
 
 
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (("rates", "worst case", "one-shot", "value"), "rates in summary.json are not those of the rows"),
+        (("rates", CLEAN, "average of 3", "interval"), "rates in summary.json are not those of the rows"),
+        (("spent", "gradients"), "costs in summary.json are not those of the rows"),
+    ],
+)
+def test_an_edited_summary_is_caught(honest, tmp_path, what, message):
+    folder = copied(honest, tmp_path / "r")
+    summary = json.loads((folder / "summary.json").read_text())
+    part = functools.reduce(lambda table, key: table[key], what[:-1], summary)
+    part[what[-1]] = 0.5
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (problem,) = checked(folder).problems
+    assert message in problem
+
+
 def test_an_image_outside_the_budget_is_caught(honest, tmp_path):
     folder = copied(honest, tmp_path / "r")
     path = folder / "adversarial" / "pgd-ce-seed0-000004.safetensors"

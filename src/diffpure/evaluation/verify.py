@@ -4,7 +4,7 @@ rows        as they were written, one for each image, attack and seed, with the 
 weights     of the model at hand hash to what the header says
 images      every adversarial file is there, lies inside the budget, and is what its perturbation makes of the image
 decisions   the model, asked again with the same seeds, gives every prediction of every row
-rates       are those of the rows
+rates       and costs are those of the rows
 """
 
 from __future__ import annotations
@@ -148,9 +148,10 @@ def _summary_problems(folder: Path, header: Mapping[str, Any], rows: Sequence[Ro
         yield f"The run has no {SUMMARY}: it was not finished."
         return
     try:
-        said = json.loads(path.read_text("utf-8"))
-        if said["rates"] != Result(header, ordered(rows, header)).summary()["rates"]:
-            yield f"The rates in {SUMMARY} are not those of the rows."
+        said, true = json.loads(path.read_text("utf-8")), Result(header, ordered(rows, header)).summary()
+        for key, title in (("rates", "rates"), ("spent", "costs")):
+            if said[key] != true[key]:
+                yield f"The {title} in {SUMMARY} are not those of the rows."
     except (ValueError, KeyError) as error:
         yield f"The rates in {SUMMARY} cannot be compared with the rows ({error})."
 
