@@ -257,6 +257,27 @@ def test_resizing_keeps_a_smooth_image():
     assert (purify_images(identity(), x, "resize", [1]) - x).abs().max() < 0.05
 
 
+def test_nothing_is_overwritten_or_taken_for_its_own_result(tmp_path):
+    home = tmp_path / "photos"
+    for name in ("one/a.png", "two/a.png"):
+        (home / name).parent.mkdir(parents=True)
+        Image.fromarray(smooth(16, 16)).save(home / name)
+    for inputs, out, wrong in (
+        ([home], home, "lie in"),
+        ([home / "one" / "a.png"], home / "one", "lie in"),
+        ([home / "one", home / "two"], tmp_path / "out", "Two images"),
+        ([home / "one" / "a.png", home / "two" / "a.png"], tmp_path / "out", "Two images"),
+    ):
+        with pytest.raises(InputError, match=wrong):
+            purify_files(identity(), list(map(str, inputs)), out)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="no images in"):
+        purify_files(identity(), [str(tmp_path / "empty")], tmp_path / "out")
+    for _ in range(2):  # the second time, the first results lie among the inputs
+        report = purify_files(identity(), [str(home)], home / "clean")
+        assert len(report.done) + len(report.skipped) == 2
+
+
 def test_an_unwritable_place_is_one_sentence(tmp_path):
     Image.fromarray(smooth(16, 16)).save(tmp_path / "a.png")
     (tmp_path / "file").write_text("")
@@ -265,7 +286,7 @@ def test_an_unwritable_place_is_one_sentence(tmp_path):
 
 
 def test_the_command(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(diffpure.scores.load, "load_score", lambda name: Silent())
+    monkeypatch.setattr(diffpure.scores.load, "load_score", lambda name, like=None: Silent())
     home, good, bad = folder
     out = tmp_path / "out"
     arguments = ["purify", str(home), "-o", str(out), "--sampler", "one-shot", "--seed", "3"]

@@ -19,6 +19,7 @@ import io
 import tarfile
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -161,9 +162,16 @@ def purify_files(
     on_image is called with an image's item, its pixels (1, 3, H, W) and its seed, for pictures of the way back.
     """
     report = Report()
+    homes = [path if path.is_dir() else path.parent for path in map(Path, inputs)]
+    if out.resolve() in [path.resolve() for path in homes]:
+        raise InputError(f"The images lie in {out} themselves; give another folder for the purified ones.")
+    items = list(find(inputs, report, out))
+    if not items and not report.failed:
+        raise InputError(f"There are no images in {', '.join(inputs)}; image files, npz and tar archives are read.")
+    if twice := [name for name, count in Counter(item.name for item in items).items() if count > 1]:
+        raise InputError(f"Two images would be written to {out / twice[0]}; purify them into folders of their own.")
     with one_sentence(out):
         out.mkdir(parents=True, exist_ok=True)
-    items = list(find(inputs, report))
     report.skipped = [item.name for item in items if (out / item.name).exists()]
     todo = [item for item in items if item.name not in set(report.skipped)]
     for group in _groups(todo, batch, report):
@@ -181,14 +189,18 @@ def purify_files(
     return report
 
 
-def find(inputs: Sequence[str], report: Report) -> Iterator[Item]:
-    """The images that files, folders, globs, npz and tar archives name; what cannot be opened goes to the report."""
+def find(inputs: Sequence[str], report: Report, out: Path) -> Iterator[Item]:
+    """The images that files, folders, globs, npz and tar archives name; what cannot be opened goes to the report.
+
+    What lies in `out` is not an input, even if `out` lies in one.
+    """
     for text in inputs:
         path = Path(text)
         if path.is_dir():
             files = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES | ARCHIVES and p.is_file())
             for file in files:
-                yield from _of_file(file, file.relative_to(path).parent, report)
+                if not file.resolve().is_relative_to(out.resolve()):
+                    yield from _of_file(file, file.relative_to(path).parent, report)
         elif path.is_file():
             yield from _of_file(path, Path(), report)
         else:

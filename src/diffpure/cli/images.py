@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.markup import escape
 
 from diffpure.cli.base import Bars, Threads, app, console, use_threads
 from diffpure.errors import InputError, unknown
@@ -32,6 +33,7 @@ def purify(
         int | None, typer.Option(min=1, help="Steps of the sampler; its own default if not given.")
     ] = None,
     model: Annotated[str, typer.Option(help="Score model: a name, a file, a folder.")] = "cifar10-small",
+    like: Annotated[str | None, typer.Option(help="The official checkpoint that a file is read as.")] = None,
     fit: Annotated[
         Literal["resize", "tiles"], typer.Option(help="Other sizes: the whole resized, or tiles.")
     ] = "resize",
@@ -46,13 +48,13 @@ def purify(
     from diffpure.purify import Purifier
     from diffpure.scores.load import load_score
 
-    purifier = Purifier(load_score(model), make_sampler(sampler, t_star, steps))
+    purifier = Purifier(load_score(model, like=like), make_sampler(sampler, t_star, steps))
     draw = None if trajectory == "none" else _drawer(purifier, out, trajectory, t_star)
     with Bars() as bars:
         report = purify_files(purifier, inputs, out, fit=fit, seed=seed, batch=batch, on_image=draw, progress=bars)
     console.print(f"{len(report.done)} purified, {len(report.skipped)} already there, {len(report.failed)} failed.")
     for name, reason in report.failed:
-        console.print(f"[red]failed[/red]  {name}: {reason}", soft_wrap=True)
+        console.print(f"[red]failed[/red]  {escape(f'{name}: {reason}')}", soft_wrap=True)
     if report.failed:
         raise typer.Exit(1)
 
@@ -74,7 +76,9 @@ def _drawer(purifier: Purifier, out: Path, kind: str, t_star: float) -> Callable
     from diffpure.report.strips import save_gif, save_strip
 
     def draw(item: Item, pixels: Any, seeds: Any) -> None:
-        times = [t_star * k / 5 for k in range(5, -1, -1)]
+        # Langevin dynamics walk from time 0 to 1, all others from t* to 0.
+        back = hasattr(purifier.sampler, "t_star")
+        times = [t_star * k / 5 for k in range(5, -1, -1)] if back else [k / 5 for k in range(6)]
         states = [pixels[0].numpy(), *purifier.trajectory(pixels, times, seeds)[:, 0].numpy()]
         target = (out / item.name).with_suffix(f".trajectory.{'png' if kind == 'strip' else 'gif'}")
         if kind == "gif":
