@@ -99,12 +99,12 @@ def test_without_the_weights_the_page_says_why(spec_run, tmp_path, monkeypatch):
 def test_the_command_shows_every_stage_with_class_and_confidence(spec_run, tmp_path):
     out = tmp_path / "new" / "report.html"
     assert CliRunner().invoke(cli.app, ["report", str(spec_run), "-o", str(out)], catch_exceptions=False).exit_code == 0
-    page = out.read_text()
+    page = out.read_text().replace("&nbsp;", " ")
     for stage in ("clean", "attacked", "diffused", "purified"):
         assert page.count(f"<figcaption>{stage}<br>") == 6
     words, right = gallery_of(spec_run, 6).caption(3, 0)
     assert f">{'✓' if right else '✗'} {words}</span>" in page
-    assert words.endswith("%")
+    assert words.endswith("\N{NO-BREAK SPACE}%")
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def runs(tmp_path_factory):
 
 def test_the_page_holds_every_rate_and_needs_no_network(runs):
     found = [read_run(folder) for folder in runs]
-    page = html(found)
+    page = html(found).replace("&nbsp;", " ")
     for run in found:
         assert str(run.result.clean()) in page
         assert str(run.result.robust("worst of 3")) in page

@@ -48,7 +48,7 @@ class Gallery:
     def caption(self, stage: int, image: int) -> tuple[str, bool]:
         """The class and confidence of a picture in words, and whether the class is right."""
         k, sure = int(self.classes[stage, image]), float(self.confidence[stage, image])
-        words = self.class_name(k) + ("" if math.isnan(sure) else f" {100 * sure:.0f} %")
+        words = self.class_name(k) + ("" if math.isnan(sure) else f" {100 * sure:.0f}\N{NO-BREAK SPACE}%")
         return words, k == int(self.labels[image])
 
     def class_name(self, k: int) -> str:

@@ -15,10 +15,10 @@ from diffpure.evaluation.gallery import GIVEN, Gallery
 from diffpure.report.runs import Run
 
 STYLE: Final = """
-.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)); gap: .75rem; }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, var(--wide)), 1fr)); gap: .75rem; }
 .card { background: var(--soft); border-radius: .5rem; padding: .6rem; margin: 0; }
 .card > b { font-size: .85rem; } .stages { display: flex; gap: .5rem; margin-top: .3rem; }
-.stages figure { flex: 0 1 7rem; min-width: 0; margin: 0; font-size: .72rem; line-height: 1.3; }
+.stages figure { flex: 0 1 7rem; min-width: 0; margin: 0; font-size: .7rem; line-height: 1.3; }
 .stages img { width: 100%; display: block; border-radius: .25rem; }
 .stages img.small { image-rendering: pixelated; }
 .right { color: var(--right); } .wrong { color: var(--wrong); }
@@ -31,8 +31,8 @@ def cards(run: Run) -> str:
     if gallery is None:
         return f'<p class="small">{escape(run.remark)}</p>' if run.remark else ""
     each = "".join(_card(gallery, i) for i in range(len(gallery.labels)))
-    words = escape(_about(run, gallery))
-    return f'<h3>Pictures</h3><p class="small">{words}</p><div class="cards">{each}</div>'
+    words, wide = escape(_about(run, gallery)), f"--wide: {5.4 * len(gallery.stages)}rem"
+    return f'<h3>Pictures</h3><p class="small">{words}</p><div class="cards" style="{wide}">{each}</div>'
 
 
 def _about(run: Run, gallery: Gallery) -> str:
@@ -59,7 +59,7 @@ def _stage(gallery: Gallery, stage: int, image: int) -> str:
     alt = escape(f"{name}: {words}, {kind}")
     return (
         f'<figure><img{small} alt="{alt}" src="{_source(picture)}"><figcaption>{name}<br>'
-        f'<span class="{kind}">{mark} {escape(words)}</span></figcaption></figure>'
+        f'<span class="{kind}">{mark}&nbsp;{escape(words)}</span></figcaption></figure>'
     )
 
 

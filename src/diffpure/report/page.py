@@ -13,7 +13,7 @@ from typing import Final
 
 from diffpure.disk import one_sentence, write_whole
 from diffpure.errors import unknown
-from diffpure.evaluation.results import CLEAN, MINIMUM, WORST
+from diffpure.evaluation.results import CLEAN, MINIMUM, WORST, Rate
 from diffpure.report import plots
 from diffpure.report.cards import STYLE as CARDS
 from diffpure.report.cards import cards
@@ -36,7 +36,9 @@ h3 { font-size: 1rem; margin: 1.2rem 0 .2rem; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .92rem; min-width: 100%; }
 th, td { text-align: left; padding: .4rem .7rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
 td:first-child, th:first-child { white-space: normal; min-width: 7rem; }
-@media (max-width: 600px) { th, td { padding: .3rem .35rem; font-size: .8rem; } }
+@media (max-width: 600px) {
+  th, td { padding: .3rem .35rem; font-size: .8rem; white-space: normal; overflow-wrap: normal; }
+  td:first-child, th:first-child { min-width: 5.5rem; overflow-wrap: anywhere; } }
 th { background: var(--soft); } tr.total td { font-weight: 600; } .small { font-size: .85rem; opacity: .85; }
 figure { margin: 1rem 0; } img { max-width: 100%; height: auto; background: #fff; border-radius: .4rem; }
 details pre { background: var(--soft); padding: .75rem; border-radius: .4rem; white-space: pre-wrap; font-size: .8rem; }
@@ -69,11 +71,16 @@ def _glance(runs: Sequence[Run]) -> str:
     """All runs in one table, under the first rule of each."""
     lines = []
     for run in runs:
-        given, robust = run.result.clean(), str(run.result.robust()) if run.result.attacks else "not attacked"
-        cells = (run.name, str(given.total), str(given), robust)
-        lines.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+        given, robust = run.result.clean(), _shown(run.result.robust()) if run.result.attacks else "not measured"
+        cells = (escape(run.name), str(given.total), _shown(given), robust)
+        lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     head = "<tr><th>run</th><th>images</th><th>as given</th><th>worst case</th></tr>"
     return f'<h2>At a glance</h2><div class="scroll"><table>{head}{"".join(lines)}</table></div>'
+
+
+def _shown(rate: Rate) -> str:
+    """A rate that may break before its interval only."""
+    return str(rate).replace(" %", "&nbsp;%").replace(", ", ",&nbsp;")
 
 
 def _warnings(runs: Sequence[Run]) -> str:
@@ -99,7 +106,7 @@ def _rates(run: Run) -> str:
     head = "".join(f"<th>{escape(str(rule))}</th>" for rule in rules)
     lines = []
     for attack in run.lines:
-        cells = "".join(f"<td>{escape(str(run.result.rate(attack, rule)))}</td>" for rule in rules)
+        cells = "".join(f"<td>{_shown(run.result.rate(attack, rule))}</td>" for rule in rules)
         kind = ' class="total"' if attack in (WORST, MINIMUM) else ""
         lines.append(f"<tr{kind}><td>{escape(TITLES.get(attack, attack))}</td>{cells}</tr>")
     below = "; the first line is the clean accuracy under the same rule" if run.result.attacks else ""
@@ -121,7 +128,7 @@ def _figure(data: bytes, caption: str) -> str:
 
 def _provenance(run: Run) -> str:
     text = escape(json.dumps(run.result.header, indent=1, ensure_ascii=False))
-    return f"<details><summary>Provenance of {escape(run.name)}</summary><pre>{text}</pre></details>"
+    return f"<details><summary>{escape(run.name)}</summary><pre>{text}</pre></details>"
 
 
 # ------------------------------------------------------------------------------------------------- other formats

@@ -35,7 +35,7 @@ def along(axis: str, points: Sequence[tuple[float, Run]]) -> Figure:
             values = [value for value, _ in points]
             heights = [100 * rate.value for rate in rates]
             ax.errorbar(values, heights, yerr=_bars(rates), fmt="o-", color=colour, capsize=3, label=name)
-        ax.set(xlabel=axis, ylabel="accuracy (%)", ylim=(0, 103))
+        ax.set(xlabel=axis, ylabel="accuracy (%)", ylim=(-3, 103))
         ax.legend(frameon=False)
     return figure
 
@@ -48,7 +48,7 @@ def trade_off(runs: Sequence[Run]) -> Figure:
             clean, robust = run.result.clean(), run.result.robust()
             place = ([100 * clean.value], [100 * robust.value])
             ax.errorbar(*place, xerr=_bars([clean]), yerr=_bars([robust]), fmt="o", capsize=3, label=run.name)
-        ax.set(xlabel="standard accuracy (%)", ylabel="robust accuracy (%)", xlim=(0, 103), ylim=(0, 103))
+        ax.set(xlabel="standard accuracy (%)", ylabel="robust accuracy (%)", xlim=(-3, 103), ylim=(-3, 103))
         ax.legend(frameon=False, fontsize=8)
     return figure
 
