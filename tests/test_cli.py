@@ -2,52 +2,108 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import shlex
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
+import typer
+from PIL import Image
 from typer.testing import CliRunner
 
+import diffpure as dp
 from diffpure import cli
 from diffpure.errors import InputError
+from diffpure.evaluation.spec import EvaluationSpec
 from diffpure.experiments import demo as demonstration
-from problems import tiny_unet
+from diffpure.experiments import run as experiments
+from diffpure.experiments.run import shipped_specs
 
-COMMANDS = [
-    ["demo"],
-    ["data", "fetch"],
-    ["data", "where"],
-    ["train", "score"],
-    ["train", "classifier"],
-    ["models", "list"],
-    ["models", "show"],
-    ["models", "verify"],
-    ["models", "fetch"],
-    ["doctor"],
-    ["purify"],
-    ["report"],
-    ["evaluate"],
-    ["verify"],
-    ["attack"],
-    ["audit"],
-    ["suggest-t"],
-]
 runner = CliRunner()
 
 
-@pytest.mark.parametrize("command", [[], *COMMANDS], ids=" ".join)
-def test_help_fits_a_screen_and_holds_an_example(command):
+def walk(command, path=()):
+    """Every command below a group, with the words that call it."""
+    if hasattr(command, "commands"):
+        for name, inner in command.commands.items():
+            yield from walk(inner, (*path, name))
+    else:
+        yield path, command
+
+
+COMMANDS = dict(walk(typer.main.get_command(cli.app)))
+
+
+@pytest.mark.parametrize("command", [(), ("models",), ("data",), ("train",), *COMMANDS], ids=" ".join)
+def test_help_fits_a_screen(command):
     found = runner.invoke(cli.app, [*command, "--help"], env={"COLUMNS": "100", "LINES": "40"})
     assert found.exit_code == 0
     assert len(found.output.splitlines()) <= 40
-    assert ("Example: diffpure " + " ".join(command) if command else "diffpure demo") in found.output
+    if command in COMMANDS:
+        assert "Example: diffpure " + " ".join(command) in found.output
 
 
 def test_help_does_not_wait_for_torch():
-    code = "import sys, diffpure.cli; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+    every = [[*command, "--help"] for command in [(), *COMMANDS]]
+    code = f"import sys; from diffpure.cli import app\nfor words in {every}: app(words, standalone_mode=False)\n"
+    code += "print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.stdout.splitlines()[-1] == "False", found.stderr
+
+
+@pytest.fixture
+def cheap_world(tmp_path, monkeypatch):
+    """An empty folder to work in, with cheap models in place of the embedded ones and nothing fetched or trained."""
+    import diffpure.cards
+    import diffpure.scores.load
+    from diffpure.data import cifar10
+    from diffpure.training import recipes
+
+    torch.manual_seed(0)
+    classifier = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10)).eval()
+    score = dp.GaussianScore(variance=0.25)
+    monkeypatch.setattr(experiments, "load_classifier", lambda name, like=None: classifier)
+    monkeypatch.setattr(experiments, "load_score", lambda name, like=None: score)
+    monkeypatch.setattr(diffpure.scores.load, "load_score", lambda name, like=None: score)
+    monkeypatch.setattr(diffpure.cards, "fetch", lambda card, progress: tmp_path / card.file)
+    monkeypatch.setattr(cifar10, "fetch", lambda say: say("fetched"))
+    monkeypatch.setattr(cifar10, "load", lambda *_: None)
+    monkeypatch.setattr(recipes, "follow", lambda *_, **__: classifier)
+    monkeypatch.setattr(recipes, "export", lambda *_: {"file": "x", "sha256": "0"})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_the_example_in_the_help_works_as_typed(command, cheap_world):
+    if command == ("purify",):
+        (cheap_world / "photos").mkdir()
+        Image.new("RGB", (40, 30), "teal").save(cheap_world / "photos" / "teal.png")
+    if command in (("verify",), ("report",)):
+        spec = EvaluationSpec.read(shipped_specs()["cifar10-bare-linf"]).tiny()
+        experiments.run(spec, cheap_world / "runs" / "0123456789abcdef")
+    words = shlex.split(COMMANDS[command].epilog.removeprefix("Example: diffpure "))
+    typed = [part for word in words for part in (sorted(glob.glob(word)) if "*" in word else [word])]
+    found = runner.invoke(cli.app, typed, catch_exceptions=False)
+    assert found.exit_code == 0, found.output
+    assert found.output.strip()
+    made = {"purify": "clean/teal.png", "report": "report.html", "demo": "out/report.html"}
+    assert (cheap_world / made.get(command[0], ".")).exists()
+    if command == ("doctor",):
+        assert json.loads(found.output)["import to first purified image"].endswith(" s")
+
+
+def test_the_shell_completes_commands():
+    script = runner.invoke(cli.app, ["--show-completion", "bash"], prog_name="diffpure")
+    assert script.exit_code == 0
+    assert "complete -o default -F _diffpure_completion diffpure" in script.output
+    asked = {"_DIFFPURE_COMPLETE": "complete_bash", "COMP_WORDS": "diffpure models s", "COMP_CWORD": "2"}
+    assert runner.invoke(cli.app, [], prog_name="diffpure", env=asked).output.split() == ["show"]
 
 
 def test_version():
@@ -63,30 +119,41 @@ def test_errors_are_one_sentence(monkeypatch, capsys):
     assert message == "Error: Unknown data set 'cifar-10'; did you mean 'cifar10'? known: cifar10."
 
 
-@pytest.fixture
-def tiny_models(monkeypatch):
-    """The demo with untrained tiny models in place of the embedded ones."""
-    torch.manual_seed(0)
-    classifier = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10)).eval()
-    monkeypatch.setattr(demonstration, "load_classifier", lambda name: classifier)
-    monkeypatch.setattr(demonstration, "load_score", lambda name: tiny_unet())
-
-
-def test_the_demo_prints_a_table_and_writes_a_picture(tiny_models, tmp_path):
-    arguments = ["demo", "--out", str(tmp_path / "out"), "--images", "8", "--adaptive", "2"]
-    found = runner.invoke(cli.app, arguments, env={"COLUMNS": "120"}, catch_exceptions=False)
+def test_the_demo_writes_a_report_a_picture_and_runs(cheap_world):
+    arguments = ["demo", "--out", "here", "--images", "8", "--adaptive", "2"]
+    found = runner.invoke(cli.app, arguments, catch_exceptions=False)
     assert found.exit_code == 0
-    assert "not the paper's numbers" in " ".join(found.output.split())
-    assert "exact" in found.output
-    assert (tmp_path / "out" / "demo.png").stat().st_size > 10_000
+    said = " ".join(found.output.split())
+    assert "not the paper's numbers" in said
+    assert "exact gradient" in said
+    assert said.endswith(f"(open it in a browser: {(cheap_world / 'here' / 'report.html').as_uri()})")
+    page = (cheap_world / "here" / "report.html").read_text()
+    assert "not the paper&#x27;s numbers" in page
+    assert page.count("<figcaption>purified<br>") == 8 + 8 + 2
+    with Image.open(cheap_world / "here" / "demo.png") as picture:
+        assert picture.width > picture.height > 100
+    rows = {file: file.read_bytes() for file in (cheap_world / "here" / "runs").rglob("rows.jsonl")}
+    assert len(rows) == 4
+    again = runner.invoke(cli.app, arguments, catch_exceptions=False)
+    assert again.output == found.output
+    assert all(file.read_bytes() == content for file, content in rows.items())  # read, not computed again
 
 
-def test_the_demo_is_a_function_of_its_seed(tiny_models):
+def test_the_runs_of_the_demo_verify(cheap_world):
     config = demonstration.DemoConfig(images=8, adaptive_images=2, iterations=2, draws=2, shown=2)
-    first, second = (demonstration.run_demo(config) for _ in range(2))
-    assert first.rows == second.rows
-    assert [row.rate.total for row in first.rows] == [8, 8, 8, 8, 2]
-    assert set(first.strips) == {"clean", "attacked", "diffused", "purified"}
+    demo = demonstration.run_demo(config, cheap_world / "runs")
+    assert [row.rate.total for row in demo.rows] == [8, 8, 8, 8, 2]
+    for folder in demo.folders:
+        assert experiments.verify_run(folder).passed
+    bare, brought = demo.galleries[0], demo.galleries[2]
+    assert np.array_equal(bare.pictures[1], brought.pictures[0])  # what was attacked is what is purified
+
+
+def test_errors_keep_their_brackets(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["diffpure", "data", "fetch", "[/red]"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "'[/red]'" in capsys.readouterr().err
 
 
 def test_unknown_recipes_are_named(tmp_path, monkeypatch):

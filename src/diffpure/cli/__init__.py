@@ -6,6 +6,7 @@ import os
 import sys
 
 from rich.console import Console
+from rich.markup import escape
 
 from diffpure.cli import demo, evaluation, images, machine, models, reporting, training
 from diffpure.cli.base import app
@@ -21,7 +22,7 @@ def main() -> None:
     try:
         app()
     except InputError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]Error:[/red] {error}")
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]Error:[/red] {escape(str(error))}")
         sys.exit(2)
     except KeyboardInterrupt:
         Console(stderr=True).print("Interrupted.")
