@@ -1,12 +1,15 @@
 """Our attacks against the public AutoAttack package's on the embedded CIFAR-10 ResNet: survivors, attack by attack.
 
     python benchmarks/parity.py --out parity.jsonl [--attacks apgd-ce fab-t …] [--linf 1.0] [--l2 0.14] [--images 200]
-                                [--iterations 100] [--queries 5000] [--seed 0] [--threads 1]
+                                [--iterations 100] [--queries 5000] [--seed 0] [--starts own] [--threads 1]
 
 Both sides get the same images (the first that the classifier gets right), iterations, queries, targets and one
 restart; "standard" is the whole suite, each attack on what the one before left. The budgets are so small that some
 images survive: at 8/255 an undefended classifier loses them all, and Square, which has no gradients, wants larger ones
 than the rest. A piece (attack, threat, side) is one line of the file, and a piece that is there is not run again.
+
+From seed to seed both sides vary by one or two images, as some images fall from some random starts only: compare means
+over seeds, or give our APGD the public one's starts.
 """
 
 from __future__ import annotations
@@ -16,9 +19,12 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from pyautoattack import AutoAttack
@@ -27,6 +33,7 @@ from torch import Tensor, nn
 import diffpure as dp
 from diffpure.attacks import Attack, Suite
 from diffpure.data.samples import samples
+from diffpure.threats import per_image
 
 ATTACKS: dict[str, Attack] = {
     "apgd-ce": dp.APGD(loss="ce"),
@@ -77,9 +84,23 @@ def public(net: nn.Module, x: Tensor, y: Tensor, threat: Threat, name: str, opti
 
 def ours(net: nn.Module, x: Tensor, y: Tensor, threat: Threat, name: str, options: argparse.Namespace) -> Tensor:
     attack = replace(sized(ATTACKS[name], options), skip_broken=True)
-    z = attack(net, x, y, threat, seeds=range(options.seed * len(x), (options.seed + 1) * len(x)))
+    starts = mock.patch.object(type(threat), "random", public_starts(options.seed))
+    with starts if options.starts == "public" else nullcontext():
+        z = attack(net, x, y, threat, seeds=range(options.seed * len(x), (options.seed + 1) * len(x)))
     assert threat.within(x, z).all()
     return threat.apply(x, z)
+
+
+def public_starts(seed: int) -> Callable[..., Tensor]:
+    """The random starts of the public APGD: for all images at hand from one generator, seeded once an attack."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(threat: Threat, x: Tensor, noise: object, step: int = 0) -> Tensor:
+        linf = isinstance(threat, dp.Linf)
+        z = 2 * torch.rand(x.shape, generator=generator) - 1 if linf else torch.randn(x.shape, generator=generator)
+        return threat.project(x, threat.eps * z / per_image(threat.size(z), z))
+
+    return random
 
 
 def sized(attack: Attack, options: argparse.Namespace) -> Attack:
@@ -124,8 +145,10 @@ def piece(
     if name == "standard":
         size = {"iterations": options.iterations, "queries": options.queries}
     key: Row = {"attack": name, "threat": str(threat), "side": side, "images": len(x), "seed": options.seed, **size}
+    if side == "ours" and options.starts != "own":
+        key["starts"] = options.starts
     for row in done:
-        if {k: row.get(k) for k in key} == key:
+        if {k: row.get(k) for k in {**key, "starts": None}} == {"starts": None, **key}:
             return row
     watched = Watched(net, f"{name} {threat} {side}")
     adversarial = SIDES[side](watched, x, y, threat, name, options)
@@ -155,6 +178,7 @@ def parse() -> argparse.Namespace:
     for name, value in {"linf": 1.0, "l2": 0.14}.items():
         parser.add_argument(f"--{name}", type=float, default=value, help="the budget (linf in 1/255)")
     parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS))
+    parser.add_argument("--starts", choices=("own", "public"), default="own", help="whose random starts our APGD has")
     parser.add_argument(
         "--out", type=Path, required=True, help="JSON lines, a piece each; those there are not run again"
     )
