@@ -48,6 +48,18 @@ def test_a_random_start_does_not_depend_on_the_batch(kind):
     assert not torch.equal(kind(0.1).random(x, Noise((5, 6, 7, 8)), 1), together)
 
 
+def test_a_random_start_has_full_size_and_the_distribution_of_the_public_attacks():
+    x = torch.full((40, 3, 8, 8), 0.5, dtype=torch.float64)  # the box is far away
+    noise = Noise(tuple(range(40)))
+    uniform, round_ = (world.random(x, noise) / 0.1 for world in (Linf(0.1), L2(0.1)))
+    torch.testing.assert_close(Linf(1.0).size(uniform), torch.ones(40).double())
+    quartiles = torch.quantile(uniform.flatten(), torch.tensor([0.25, 0.5, 0.75]).double())
+    torch.testing.assert_close(quartiles, torch.tensor([-0.5, 0.0, 0.5]).double(), atol=0.03, rtol=0)
+    torch.testing.assert_close(L2(1.0).size(round_), torch.ones(40).double())
+    kurtosis = round_.pow(4).mean() / round_.square().mean() ** 2
+    assert kurtosis.item() == pytest.approx(3.0, abs=0.25)  # a normal distribution, so no direction is preferred
+
+
 def test_steepest_ascent_is_the_maximiser_of_the_linear_gain():
     g = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(0))
     gain = lambda d: (g * d).flatten(1).sum(1)  # noqa: E731
