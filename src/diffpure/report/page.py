@@ -78,6 +78,11 @@ def _glance(runs: Sequence[Run]) -> str:
     return f'<h2>At a glance</h2><div class="scroll"><table>{head}{"".join(lines)}</table></div>'
 
 
+def _title(run: Run, attack: str) -> str:
+    """What a line of rates is called; images of a run without attacks may have been attacked before."""
+    return TITLES.get(attack, attack) if run.result.attacks else "the images as given"
+
+
 def _shown(rate: Rate) -> str:
     """A rate that may break before its interval only."""
     return str(rate).replace(" %", "&nbsp;%").replace(", ", ",&nbsp;")
@@ -108,7 +113,7 @@ def _rates(run: Run) -> str:
     for attack in run.lines:
         cells = "".join(f"<td>{_shown(run.result.rate(attack, rule))}</td>" for rule in rules)
         kind = ' class="total"' if attack in (WORST, MINIMUM) else ""
-        lines.append(f"<tr{kind}><td>{escape(TITLES.get(attack, attack))}</td>{cells}</tr>")
+        lines.append(f"<tr{kind}><td>{escape(_title(run, attack))}</td>{cells}</tr>")
     below = "; the first line is the clean accuracy under the same rule" if run.result.attacks else ""
     note = f'<p class="small">Accuracy with 95 % intervals{below}.</p>'
     return f'<div class="scroll"><table><tr><th>attack</th>{head}</tr>{"".join(lines)}</table></div>{note}'
@@ -143,7 +148,7 @@ def markdown(runs: Sequence[Run]) -> str:
         lines += ["| attack | " + " | ".join(map(str, rules)) + " |", "|---" * (len(rules) + 1) + "|"]
         for attack in run.lines:
             cells = " | ".join(str(run.result.rate(attack, rule)) for rule in rules)
-            lines.append(f"| {TITLES.get(attack, attack)} | {cells} |")
+            lines.append(f"| {_title(run, attack)} | {cells} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
