@@ -27,6 +27,7 @@ Data = Annotated[Path | None, typer.Option(help="CIFAR-10 in any official form; 
 Batch = Annotated[int | None, typer.Option(min=1, help="Images a step.")]
 Rate = Annotated[float | None, typer.Option(help="Learning rate at its peak.")]
 Decay = Annotated[float | None, typer.Option(help="Of the moving average of the weights, in [0, 1).")]
+Precision = Annotated[str | None, typer.Option(help="float32, bfloat16, or auto: the faster here.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of weights, order and noise.")]
 
 
@@ -59,7 +60,7 @@ def score(
     weighting: Annotated[str | None, typer.Option(help="Of the times: epsilon, edm or likelihood.")] = None,
     t_max: Annotated[float | None, typer.Option(help="Largest time, in (0, 1]; purify no further.")] = None,
     power: Annotated[float | None, typer.Option(help="t = t_max u^power; above 1, small times more often.")] = None,
-    precision: Annotated[str | None, typer.Option(help="float32, bfloat16, or auto: the faster here.")] = None,
+    precision: Precision = None,
     seed: Seed = None,
     data: Data = None,
     threads: Threads = None,
@@ -86,6 +87,7 @@ def classifier(
     purify: Annotated[
         float | None, typer.Option(help="Train on images purified from this t* by cifar10-small in one shot.")
     ] = None,
+    precision: Precision = None,
     seed: Seed = None,
     data: Data = None,
     threads: Threads = None,
@@ -94,6 +96,7 @@ def classifier(
     changes = {
         "adversary": _adversary(adversary, norm, eps, iterations, step_size, beta),
         "purify": None if purify is None else _purify(purify),
+        "precision": precision,
     }
     _follow(recipe, out, data, threads, epochs=epochs, batch=batch, rate=rate, decay=decay, seed=seed, **changes)
 

@@ -47,6 +47,7 @@ class ClassifierConfig:
     purify: Callable[[Tensor, Tensor], Tensor] | None = None
     seed: int = 0
     threads: int | None = None
+    precision: str = "float32"
     checkpoint_seconds: float = 180.0
 
     def __post_init__(self) -> None:
@@ -82,6 +83,7 @@ def train_classifier(
         decay=config.decay,
         checkpoint_seconds=config.checkpoint_seconds,
         threads=config.threads,
+        precision=config.precision,
     )
     return train(model, OPTIMISERS[config.optimiser](model, config), batch, loss, triangular(), run, console=console)
 
