@@ -65,9 +65,7 @@ class Store:
                     )
                 here, there = (_device(about) for about in (header, old))
                 if here != there:
-                    raise InputError(
-                        f"{folder} was begun on the device {there} and goes on only there, not on {here}."
-                    )
+                    raise InputError(f"{folder} was begun on the device {there} and goes on only there, not on {here}.")
                 return cls(folder, old, rows, lock)
             except BaseException:
                 os.close(lock)
