@@ -12,23 +12,20 @@ import json
 import shutil
 import tomllib
 import urllib.error
-import urllib.request
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
 from diffpure.checkpoints import check_hash, read, sha256
-from diffpure.disk import home
+from diffpure.disk import Progress, download, home
 from diffpure.errors import InputError, unknown
 
 Kind = Literal["score", "classifier"]
-Progress = Callable[[int, int | None], None]  # bytes done, bytes in all if the server says
 
 UNKNOWN: Final = "unknown"
-_BLOCK: Final = 1 << 20
 
 
 @final
@@ -141,7 +138,7 @@ def fetch(card: Card, progress: Progress | None = None) -> Path:
     part = card.path.with_name(card.file + ".part")
     part.parent.mkdir(parents=True, exist_ok=True)
     try:
-        _download(card.url, part, progress)
+        download(card.url, part, progress)
     except (urllib.error.URLError, OSError) as error:
         raise InputError(f"{card.url} could not be downloaded ({error}); run it again to resume.") from error
     try:
@@ -153,27 +150,3 @@ def fetch(card: Card, progress: Progress | None = None) -> Path:
         raise
     part.replace(card.path)
     return card.path
-
-
-def _download(url: str, part: Path, progress: Progress | None) -> None:
-    done = part.stat().st_size if part.is_file() else 0
-    request = urllib.request.Request(url, headers={"Range": f"bytes={done}-"} if done else {})
-    try:
-        response = urllib.request.urlopen(request)
-    except urllib.error.HTTPError as error:
-        if error.code == 416 and done:  # nothing is left to send: the file is complete
-            return
-        raise
-    with response:
-        if response.status != 206:  # the server starts over
-            done = 0
-        length = response.headers.get("Content-Length")
-        total = done + int(length) if length else None
-        with part.open("ab" if done else "wb") as file:
-            while block := response.read(_BLOCK):
-                file.write(block)
-                done += len(block)
-                if progress is not None:
-                    progress(done, total)
-    if total is not None and done < total:
-        raise OSError(f"the connection ended after {done} of {total} bytes")

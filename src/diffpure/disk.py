@@ -1,13 +1,17 @@
-"""The user's cache, files that are there whole or not at all, and the operating system's errors as one sentence."""
+"""The user's cache, files that are there whole or not at all, downloads that go on, and errors as one sentence."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Final
 
 from diffpure.errors import InputError
+
+Progress = Callable[[int, int | None], None]  # bytes done, bytes in all if the server says
+_BLOCK: Final = 1 << 20
 
 
 def home() -> Path:
@@ -45,3 +49,31 @@ def one_sentence(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise InputError(f"{path} cannot be written or read ({reason}); what was finished before is kept.") from error
+
+
+def download(url: str, part: Path, progress: Progress | None = None) -> None:
+    """Fetch `url` into `part`, after what is there already; a connection that ends early is an OSError."""
+    import urllib.error
+    import urllib.request
+
+    done = part.stat().st_size if part.is_file() else 0
+    request = urllib.request.Request(url, headers={"Range": f"bytes={done}-"} if done else {})
+    try:
+        response = urllib.request.urlopen(request, timeout=20)
+    except urllib.error.HTTPError as error:
+        if error.code == 416 and done:  # nothing is left to send: the file is complete
+            return
+        raise
+    with response:
+        if response.status != 206:  # the server starts over
+            done = 0
+        length = response.headers.get("Content-Length")
+        total = done + int(length) if length else None
+        with part.open("ab" if done else "wb") as file:
+            while block := response.read(_BLOCK):
+                file.write(block)
+                done += len(block)
+                if progress is not None:
+                    progress(done, total)
+    if total is not None and done < total:
+        raise OSError(f"the connection ended after {done} of {total} bytes")

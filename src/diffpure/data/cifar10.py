@@ -19,8 +19,6 @@ import pickle
 import shutil
 import subprocess
 import tarfile
-import urllib.error
-import urllib.request
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -36,8 +34,8 @@ from PIL import Image
 from torch import Tensor
 
 from diffpure.checkpoints import sha256
+from diffpure.disk import download, one_sentence
 from diffpure.disk import home as cache_home
-from diffpure.disk import one_sentence
 from diffpure.errors import InputError, unknown
 
 CLASSES: Final = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -244,18 +242,7 @@ def _part(home: Path) -> Path:
 def _download(url: str, home: Path) -> Path:
     """The archive at `url`, continued from a part left by an earlier call."""
     part = _part(home)
-    have = part.stat().st_size if part.is_file() else 0
-    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-    try:
-        with urllib.request.urlopen(request, timeout=20) as response:
-            resumed = getattr(response, "status", 200) == 206
-            with part.open("ab" if resumed else "wb") as stream:
-                shutil.copyfileobj(response, stream, 1 << 20)
-            if getattr(response, "length", 0):
-                raise OSError(f"the connection ended {response.length} bytes early; the next call goes on there")
-    except urllib.error.HTTPError as error:
-        if error.code != 416 or not have:  # 416: nothing is left to send
-            raise
+    download(url, part)
     return part.rename(home / "cifar-10-binary.tar.gz")
 
 
