@@ -36,7 +36,6 @@ T, F = True, False
         (checks.budget_exceeded([T, T]), checks.budget_exceeded([T, F]), "1 of 2 perturbations exceeded"),
         (checks.attacked_as_deterministic(T, 10), checks.attacked_as_deterministic(T, 1), "use EOT"),
         (checks.attacked_as_deterministic(F, 1), checks.attacked_as_deterministic(T, 1), "random"),
-        (checks.saturated_cross_entropy(0, 5), checks.saturated_cross_entropy(2, 5), "2 of 5 images is zero"),
     ],
 )
 def test_a_check_is_silent_or_one_sentence(quiet, loud, word):
@@ -104,9 +103,8 @@ def test_masked_gradients_are_doubted():
 def test_a_saturated_cross_entropy_is_reported_and_does_not_stop_the_attack():
     x, y = problem()
     steep = Linear(5, 64, scale=1e5)
-    assert checks.count_saturated(steep, x, y) > 3
-    (found,) = checks.probe(APGD(iterations=10), steep, x, y, Linf(0.02), range(6))
-    assert "cross-entropy" in found
+    assert checks.saturated_cross_entropy(Linear(5, 64), x, y) is None
+    assert "images is zero in float32" in checks.saturated_cross_entropy(steep, x, y)
     assert not any(checks.attacked(APGD(iterations=20), steep, x, y, Linf(0.05), range(6)))
 
 

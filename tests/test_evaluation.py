@@ -193,6 +193,22 @@ def test_warnings_of_the_checks(reference):
     assert any("survived an attack without a budget" in text for text in found.warnings)
 
 
+def test_every_result_says_where_the_cross_entropy_saturates():
+    steep = Linear()
+    x, y = line_up(steep, [0.2, 0.3])
+    steep.w.mul_(1e3)
+    found = evaluate(steep, x, y, Linf(0.01), [PGD(iterations=1)])
+    assert any("2 of 2 images is zero in float32" in text for text in found.warnings)
+
+
+def test_a_probe_audits_the_gradient():
+    x, y = problem(1)
+    attack = PGD(iterations=1, eot=EOT(2))
+    for mode, doubted in (("exact", False), ("bpda", True)):
+        found = evaluate(defense().with_gradient(mode), x, y, THREAT, [attack], rules=["one-shot"], probe=1)
+        assert any("audit disagrees" in text for text in found.warnings) == doubted
+
+
 # ----------------------------------------------------------------------------------------- kills, plans, bad disks
 
 

@@ -1,7 +1,8 @@
 """An evaluation that doubts itself: each check is a sentence that says what is wrong, or None.
 
 The first half are pure functions of what a run has measured. The second half asks the model again: is it random, does
-its cross-entropy saturate, and does the attack still get stronger with more draws, more moves or an unlimited budget?
+its cross-entropy saturate, is its gradient right, and does the attack still get stronger with more draws, more moves
+or an unlimited budget?
 The list is that of Carlini et al. 2019, Tramèr et al. 2020 and Croce et al. 2022, and of what went wrong since.
 
 Survivors are booleans, one an image, True where the attack failed. Two attacks are compared on the same images. On a
@@ -27,6 +28,8 @@ from diffpure.attacks.losses import MARGIN, Model, call, margin
 from diffpure.attacks.pgd import RestartedAttack
 from diffpure.attacks.square import Square
 from diffpure.attacks.transfer import Transfer
+from diffpure.audit import audit_gradient
+from diffpure.purify import Defense
 from diffpure.sde import Noise
 from diffpure.threats import ThreatModel
 
@@ -113,16 +116,6 @@ def attacked_as_deterministic(random: bool, draws: int) -> str | None:
     return "The defence is random, but was attacked with one draw a look: use EOT with 10 draws or more."
 
 
-def saturated_cross_entropy(saturated: int, total: int) -> str | None:
-    """Where the cross-entropy is exactly zero in float32, other attacks on it see no gradient."""
-    if not saturated:
-        return None
-    return (
-        f"The cross-entropy of {saturated} of {total} images is zero in float32: attacks of other packages see no "
-        "gradient there; those of this one ascend its logarithm."
-    )
-
-
 # -------------------------------------------------------------------------------------------- questions to a model
 
 
@@ -135,10 +128,25 @@ def is_random(model: Model, x: Tensor) -> bool:
 
 
 @torch.no_grad()
-def count_saturated(model: Model, x: Tensor, y: Tensor) -> int:
-    """How many images have a cross-entropy that is exactly zero in float32."""
+def saturated_cross_entropy(model: Model, x: Tensor, y: Tensor) -> str | None:
+    """Where the cross-entropy is exactly zero in float32, other attacks on it see no gradient."""
     logits = call(model, x, range(len(x))).float()
-    return int((F.cross_entropy(logits, y, reduction="none") == 0).sum())
+    saturated = int((F.cross_entropy(logits, y, reduction="none") == 0).sum())
+    if not saturated:
+        return None
+    return (
+        f"The cross-entropy of {saturated} of {len(x)} images is zero in float32: attacks of other packages see no "
+        "gradient there; those of this one ascend its logarithm."
+    )
+
+
+def audited(model: Model, x: Tensor) -> str | None:
+    """Whether a defence's gradient is that of backprop and of finite differences, in two directions on images x."""
+    if not isinstance(model, Defense):
+        return None
+    audit = audit_gradient(model, x, seeds=range(len(x)), directions=2)
+    worst = max(filter(None, (audit.backprop, audit.differences)), key=lambda found: found.relative_error)
+    return audit_disagrees(audit.gradient, worst.cosine, worst.relative_error, audit.tolerance)
 
 
 def survivors(
@@ -184,7 +192,7 @@ def probe(
     attack: Attack, model: Model, x: Tensor, y: Tensor, threat: ThreatModel, seeds: Seeds = None
 ) -> tuple[str, ...]:
     """All that can be asked of one attack on a few images, at about eight times its cost: is the model random and
-    attacked as such, do draws, moves and the budget still matter, does the cross-entropy saturate?"""
+    attacked as such, do draws, moves and the budget still matter?"""
     chosen = Noise.of(seeds, len(x)).seeds
     random = is_random(model, x)
     judges = 4 * attack.ranking.draws if random else 1
@@ -193,7 +201,6 @@ def probe(
     free = attacked(attack, model, x, y, threat.unbounded(x), chosen, judges)
     found = [
         attacked_as_deterministic(random, attack.ranking.draws),
-        saturated_cross_entropy(count_saturated(model, x, y), len(x)),
         still_falling("times the moves", 1, 2, plain, longer, random=random),
         unbounded_survivors(free),
     ]

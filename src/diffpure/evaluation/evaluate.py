@@ -36,6 +36,7 @@ from diffpure.threats import ThreatModel
 from diffpure.validate import check_images, check_labels
 
 FORMAT: Final = 1
+_ASKED: Final = 16  # images whose cross-entropy is looked at
 
 
 @final
@@ -309,8 +310,9 @@ def _result(ready: Ready, rows: Sequence[Row], probe: int) -> Result:
 
 
 def _doubts(ready: Ready, rows: Sequence[Row], probe: int) -> tuple[str, ...]:
-    """The warnings of the checks: those that rows can tell, and with `probe` images those that must be asked."""
+    """The warnings of the checks: what rows and a few logits can tell, and with `probe` images what must be tried."""
     job, model = ready.job, ready.job.model
+    images, labels = (tensor.to(device_of(model)) for tensor in (ready.images, ready.labels))
     attacked = [row for row in rows if row.attack != CLEAN]
     looks = sum(row.gradients // max(1, job.attacks[row.attack].ranking.draws) for row in attacked)
     about = ready.header["model"]
@@ -320,10 +322,11 @@ def _doubts(ready: Ready, rows: Sequence[Row], probe: int) -> tuple[str, ...]:
         checks.budget_exceeded([row.within for row in attacked]),
         *_deterministic(job),
         *_black_box(job, rows),
+        checks.saturated_cross_entropy(model, images[:_ASKED], labels[:_ASKED]) if job.attacks else None,
     ]
     if probe:
-        device = device_of(model)
-        x, y = ready.images[:probe].to(device), ready.labels[:probe].to(device)
+        x, y = images[:probe], labels[:probe]
+        found.append(checks.audited(model, x[:1]))
         for name, attack in job.attacks.items():
             found += [f"{name}: {text}" for text in checks.probe(attack, model, x, y, job.threat, range(len(x)))]
     return checks.doubts(found)
