@@ -37,6 +37,7 @@ PIECE = 100  # images attacked or purified together
 SAMPLERS: dict[str, Callable[[float], Sampler]] = {
     "one-shot": lambda t: OneShot(t_star=t),
     "few-step": lambda t: FewStep(t_star=t),
+    "five-step": lambda t: FewStep(t_star=t, steps=5, end=0.02),
     "ddim": lambda t: DDIM(t_star=t, steps=5),
     "ancestral": lambda t: Ancestral(t_star=t, steps=10),
     "ode": lambda t: ProbabilityFlow(t_star=t, steps=20),

@@ -87,7 +87,8 @@ class Purifier(nn.Module):
     def trajectory(self, images: Tensor, times: Sequence[float], seeds: Seeds = None) -> Tensor:
         """The states at (the grid's times nearest to) the given times, for pictures: (T, B, C, H, W), near [0, 1].
 
-        A time at or above t* is the diffused image, time 0 the purified one; only the first round is shown.
+        A time at or above t* is the diffused image, time 0 the purified one; only the first round is shown. Langevin's
+        time is the share of its walk: 0 is the image itself, 1 the purified one.
         """
         check_images(images, getattr(self.score, "channels", None))
         noise = Noise.of(seeds, len(images))

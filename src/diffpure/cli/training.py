@@ -144,8 +144,9 @@ def _purify(t_star: float) -> Callable[[Tensor, Tensor], Tensor]:
 def _follow(recipe: str, out: Path, data: Path | None, threads: int | None, **changes: object) -> None:
     use_threads(threads)
     from diffpure.data import cifar10
-    from diffpure.training.recipes import export, follow
+    from diffpure.training.recipes import export, find, follow
 
+    find(recipe)  # before data that may be absent
     images = cifar10.load("train", data)
     given = {name: value for name, value in changes.items() if value is not None}
     model = follow(recipe, images, out, console, threads=threads, **given)

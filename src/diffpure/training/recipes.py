@@ -44,11 +44,16 @@ class Recipe:
     config: ScoreConfig | ClassifierConfig
 
 
-def follow(name: str, images: Images, folder: Path | None, console: Console | None = None, **changes: Any) -> nn.Module:
-    """The network of a recipe, trained on `images`; `changes` replace fields of its configuration."""
+def find(name: str) -> Recipe:
+    """A recipe by its name, or one sentence that says which there are."""
     if name not in RECIPES:
         raise unknown("recipe", name, RECIPES)
-    recipe = RECIPES[name]
+    return RECIPES[name]
+
+
+def follow(name: str, images: Images, folder: Path | None, console: Console | None = None, **changes: Any) -> nn.Module:
+    """The network of a recipe, trained on `images`; `changes` replace fields of its configuration."""
+    recipe = find(name)
     config = replace(recipe.config, **changes)
     torch.manual_seed(config.seed)
     model = recipe.build(images)
