@@ -28,10 +28,10 @@ from diffpure.evaluation.calibrate import Calibration, calibrate
 from diffpure.evaluation.describe import brief, describe, digest, stable, weight_hashes
 from diffpure.evaluation.engine import Engine, Local, Work
 from diffpure.evaluation.estimate import Estimate, estimate, largest_call, seconds
-from diffpure.evaluation.results import CLEAN, DEFAULT_RULES, SUMMARY, Result, Row, Rule, ordered
+from diffpure.evaluation.results import CLEAN, DEFAULT_RULES, SUMMARY, Result, Row, Rule, ordered, slug
 from diffpure.evaluation.spec import named
 from diffpure.evaluation.store import IMAGES, STATE, Store, read_tensors
-from diffpure.evaluation.units import Job, Seeded, Unit, device_of, plan, slug, threads
+from diffpure.evaluation.units import Job, Seeded, Unit, device_of, plan, threads
 from diffpure.threats import ThreatModel
 from diffpure.validate import check_images, check_labels
 

@@ -284,12 +284,13 @@ class Result:
             return f"An unfinished evaluation with {len(self.rows)} rows."
         lines = [("", *map(str, self.rules))]
         for what in (CLEAN, *self.attacks, WORST, MINIMUM):
-            lines.append((_TITLES.get(what, what), *(self._cell(what, rule) for rule in self.rules)))
+            lines.append((_TITLES.get(what, what), *(self.cell(what, rule) for rule in self.rules)))
         widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
         table = ["  ".join(f"{cell:<{w}}" for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
         return "\n".join([*self._heading(), "", *table, "", *self._footing()])
 
-    def _cell(self, what: str, rule: Rule) -> str:
+    def cell(self, what: str, rule: str | Rule | None = None) -> str:
+        """The accuracy with its interval, and with its deviation where there are several seeds."""
         each = self.over_seeds(what, rule)
         spread = f" ± {100 * statistics.stdev(each):.1f}" if len(each) > 1 else ""
         return f"{self.rate(what, rule)}{spread}"
@@ -308,6 +309,11 @@ class Result:
 
 
 _TITLES: Final = {WORST: "worst case per image", MINIMUM: "minimum of attacks"}
+
+
+def slug(name: str) -> str:
+    """A name as part of a file name."""
+    return re.sub(r"[^\w.-]", "_", name)
 
 
 def ordered(rows: Iterable[Row], header: Mapping[str, Any]) -> tuple[Row, ...]:

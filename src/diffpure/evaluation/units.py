@@ -13,7 +13,6 @@ Only for an attack that knows the noise (`EOT(fixed=True)`) the judge uses the n
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from diffpure.attacks import EOT, Attack, Run, Transfer, draw_seeds
 from diffpure.attacks.base import COUNTERS, OnStep, choose
 from diffpure.attacks.losses import Model, call, check_logits
-from diffpure.evaluation.results import CLEAN, Row, Rule
+from diffpure.evaluation.results import CLEAN, Row, Rule, slug
 from diffpure.sde import Noise, mix
 from diffpure.threats import ThreatModel
 
@@ -223,11 +222,6 @@ def with_rows(attack: Attack, rows: int) -> Attack:
 def _over_fields(value: Any, change: Any) -> Any:
     assert is_dataclass(value)
     return replace(value, **{f.name: change(getattr(value, f.name)) for f in fields(value)})  # type: ignore[type-var]
-
-
-def slug(name: str) -> str:
-    """A name as part of a file name."""
-    return re.sub(r"[^\w.-]", "_", name)
 
 
 def device_of(model: Model) -> torch.device:

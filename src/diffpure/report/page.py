@@ -13,7 +13,7 @@ from typing import Final
 
 from diffpure.disk import one_sentence, write_whole
 from diffpure.errors import unknown
-from diffpure.evaluation.results import CLEAN, MINIMUM, WORST, Rate
+from diffpure.evaluation.results import CLEAN, MINIMUM, WORST
 from diffpure.report import plots
 from diffpure.report.cards import STYLE as CARDS
 from diffpure.report.cards import cards
@@ -71,8 +71,9 @@ def _glance(runs: Sequence[Run]) -> str:
     """All runs in one table, under the first rule of each."""
     lines = []
     for run in runs:
-        given, robust = run.result.clean(), _shown(run.result.robust()) if run.result.attacks else "not measured"
-        cells = (escape(run.name), str(given.total), _shown(given), robust)
+        result = run.result
+        robust = _shown(result.cell(WORST)) if result.attacks else "not measured"
+        cells = (escape(run.name), str(len(result.header["images"])), _shown(result.cell(CLEAN)), robust)
         lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     head = "<tr><th>run</th><th>images</th><th>as given</th><th>worst case</th></tr>"
     return f'<h2>At a glance</h2><div class="scroll"><table>{head}{"".join(lines)}</table></div>'
@@ -83,9 +84,9 @@ def _title(run: Run, attack: str) -> str:
     return TITLES.get(attack, attack) if run.result.attacks else "the images as given"
 
 
-def _shown(rate: Rate) -> str:
+def _shown(rate: str) -> str:
     """A rate that may break before its interval only."""
-    return str(rate).replace(" %", "&nbsp;%").replace(", ", ",&nbsp;")
+    return rate.replace(" %", "&nbsp;%").replace(", ", ",&nbsp;")
 
 
 def _warnings(runs: Sequence[Run]) -> str:
@@ -111,11 +112,12 @@ def _rates(run: Run) -> str:
     head = "".join(f"<th>{escape(str(rule))}</th>" for rule in rules)
     lines = []
     for attack in run.lines:
-        cells = "".join(f"<td>{_shown(run.result.rate(attack, rule))}</td>" for rule in rules)
+        cells = "".join(f"<td>{_shown(run.result.cell(attack, rule))}</td>" for rule in rules)
         kind = ' class="total"' if attack in (WORST, MINIMUM) else ""
         lines.append(f"<tr{kind}><td>{escape(_title(run, attack))}</td>{cells}</tr>")
     below = "; the first line is the clean accuracy under the same rule" if run.result.attacks else ""
-    note = f'<p class="small">Accuracy with 95 % intervals{below}.</p>'
+    spread = ", mean ± deviation over the seeds" if len(run.result.seeds) > 1 else ""
+    note = f'<p class="small">Accuracy with 95 % intervals{spread}{below}.</p>'
     return f'<div class="scroll"><table><tr><th>attack</th>{head}</tr>{"".join(lines)}</table></div>{note}'
 
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from diffpure.errors import InputError
 from diffpure.evaluation.gallery import Gallery, eight_bits
-from diffpure.evaluation.results import CLEAN, MINIMUM, WORST, Result
+from diffpure.evaluation.results import CLEAN, MINIMUM, WORST, Result, slug
 
 COLUMNS: Final = ("run", "model", "threat", "attack", "rule", "images", "accuracy", "low", "high", "gradient")
 # What a run may be swept over: a name, and where it stands in the spec.
@@ -71,7 +71,7 @@ def read_run(folder: str | Path, remark: str = "") -> Run:
 def _rows_gallery(folder: Path, result: Result, count: int = 8) -> Gallery | None:
     """What a run's files show without its model: its strongest attack, judged by the first draws of its rows."""
     attack = min(result.attacks, key=lambda name: result.rate(name).value, default=CLEAN)
-    files = sorted((folder / "adversarial").glob(f"{_slug(attack)}-seed{result.seeds[0]}-*.safetensors"))
+    files = sorted((folder / "adversarial").glob(f"{slug(attack)}-seed{result.seeds[0]}-*.safetensors"))
     if not files:
         return None
     try:
@@ -93,10 +93,6 @@ def _rows_gallery(folder: Path, result: Result, count: int = 8) -> Gallery | Non
         confidence=np.full((len(stages), len(attacked)), np.nan, np.float32),
         labels=kept["labels"][:count],
     )
-
-
-def _slug(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
 
 
 def flat(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
