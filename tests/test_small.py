@@ -6,9 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from diffpure.attacks import PGD
+from diffpure.classifiers.load import load_classifier
 from diffpure.classifiers.small import ARCHITECTURES, SmallResNet
+from diffpure.data.samples import samples
 from diffpure.errors import InputError
 from diffpure.scores.small import SmallUNet
+from diffpure.threats import Linf
 from diffpure.training.cost import multiply_adds, parameters
 from diffpure.weights import cards, embedded, pack
 
@@ -140,3 +144,24 @@ def test_embedded_weights_fit_their_network(name):
     assert parameters(model) == card["parameters"]
     inputs = (X[:1], torch.tensor([0.1])) if card["kind"] == "score" else (X[:1],)
     assert multiply_adds(model.eval(), *inputs) == card["multiply_adds"]
+
+
+@pytest.mark.parametrize("name", [name for name, card in cards().items() if card["kind"] == "classifier"])
+def test_embedded_classifiers_do_what_their_cards_say(name):
+    """On 200 of the embedded images the accuracy is the card's, within three standard deviations."""
+    x, y = samples(200)
+    right = (load_classifier(name)(x).argmax(1) == y).float().mean().item()
+    value = cards()[name]["accuracy"]["value"]
+    assert abs(right - value) < 3 * (value * (1 - value) / 200) ** 0.5
+
+
+def test_the_adversarially_trained_classifier_resists():
+    x, y = samples(32)
+    threat, attack = Linf(8 / 255), PGD(iterations=5, step_size=3 / 255)
+    right = {}
+    for name in ("cifar10-resnet", "cifar10-resnet-at"):
+        model = load_classifier(name)
+        attacked = threat.apply(x, attack(model, x, y, threat, seeds=range(32)))
+        right[name] = (model(attacked).argmax(1) == y).sum().item()
+    assert right["cifar10-resnet"] <= 2
+    assert right["cifar10-resnet-at"] >= 9

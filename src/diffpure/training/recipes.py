@@ -10,21 +10,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, final
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 from diffpure.classifiers.small import ARCHITECTURES, SmallResNet, small_vit
 from diffpure.data.cifar10 import Images
 from diffpure.errors import unknown
-from diffpure.purify import Purifier
-from diffpure.samplers import FewStep, OneShot, Sampler
 from diffpure.scores.base import EpsilonScore
-from diffpure.scores.load import load_score
 from diffpure.scores.small import SmallUNet
 from diffpure.training.adversarial import FAST_LINF
 from diffpure.training.classifier import ClassifierConfig, train_classifier
@@ -96,35 +92,12 @@ def _shipped(name: str) -> nn.Module:
     return model
 
 
-@final
-class BehindPurifier:
-    """Purify images for training: the first half of a batch in one shot, the other in a few steps, t* in (0.02, 0.16).
-
-    A classifier that has seen both works behind every sampler. The score is loaded when it is first needed.
-    """
-
-    samplers: Final[tuple[Sampler, ...]] = (OneShot(0.09, jitter=0.07), FewStep(0.09, jitter=0.07, steps=3, end=0.01))
-
-    @cached_property
-    def score(self) -> EpsilonScore:
-        return load_score("cifar10-small")
-
-    def __call__(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """Images (B, C, H, W) in [0, 1] and seeds (B,) to purified images in about [0, 1]."""
-        halves = zip(self.samplers, x.tensor_split(2), seeds.tensor_split(2), strict=True)
-        return torch.cat([Purifier(self.score, sampler)(part, seeds=seed) for sampler, part, seed in halves])
-
-
 RECIPES: Final[dict[str, Recipe]] = {
     "cifar10-small": Recipe(lambda _: SmallUNet(), ScoreConfig()),
     "cifar10-resnet": Recipe(_whitened, ClassifierConfig()),
     "cifar10-resnet-at": Recipe(
         lambda _: _shipped("cifar10-resnet"),
         ClassifierConfig(adversary=FAST_LINF, epochs=6, batch=256, rate=6, decay=0.99, smoothing=0.0),
-    ),
-    "cifar10-resnet-purified": Recipe(
-        lambda _: _shipped("cifar10-resnet"),
-        ClassifierConfig(purify=BehindPurifier(), epochs=2, batch=256, rate=4, decay=0.99),
     ),
     "cifar10-vit-tiny": Recipe(
         lambda _: small_vit(),
