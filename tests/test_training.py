@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,9 @@ from diffpure.classifiers.small import ARCHITECTURES
 from diffpure.data import cifar10
 from diffpure.data.cifar10 import Images
 from diffpure.errors import InputError
+from diffpure.purify import Purifier
 from diffpure.samplers import OneShot
+from diffpure.scores.base import GaussianScore
 from diffpure.scores.small import SmallUNet
 from diffpure.threats import L2, Linf
 from diffpure.training import precision, recipes
@@ -84,6 +87,37 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     optimiser = torch.optim.Adam(model.parameters())
     with pytest.raises(InputError, match="another model"):
         train(model, optimiser, toy_batch, toy_loss, cosine(), Run(steps=1, folder=tmp_path))
+
+
+PURIFY = {t: Purifier(GaussianScore(), OneShot(t)) for t in (0.1, 0.2)}
+
+
+def train_briefly(folder: Path, **changes: Any) -> None:
+    """Two steps of a linear classifier on four black images."""
+    images = Images(torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.arange(4) % 2)
+    options = {"epochs": 1, "batch": 2, "translate": 0, "rate": 0.1, "purify": PURIFY[0.1], "threads": 1, **changes}
+    train_classifier(nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), images, ClassifierConfig(**options), folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"rate": 0.3}, {"batch": 4}, {"optimiser": "adamw"}, {"adversary": FAST_LINF}, {"purify": PURIFY[0.2]}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_training_goes_on_with_its_own_options_only(tmp_path, changes):
+    train_briefly(tmp_path)
+    with pytest.raises(InputError, match=f"begun with another {next(iter(changes))}; give the same options"):
+        train_briefly(tmp_path, **changes)
+
+
+def test_a_training_goes_on_in_another_manner_and_from_an_older_checkpoint(tmp_path):
+    train_briefly(tmp_path)
+    train_briefly(tmp_path, threads=2, checkpoint_seconds=1.0, precision="auto")
+    file = tmp_path / "checkpoint.pt"
+    state = torch.load(file, weights_only=True)
+    del state["options"]
+    torch.save(state, file)
+    train_briefly(tmp_path, rate=0.3)
 
 
 def test_the_probe_of_bfloat16_survives_any_machine():

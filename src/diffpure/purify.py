@@ -108,6 +108,10 @@ class Purifier(nn.Module):
             self.score.eval()
         return self
 
+    def extra_repr(self) -> str:
+        """What its modules do not say of it."""
+        return f"{self.sampler}, {self.gradient}, rounds={self.rounds}"
+
     def _enter(self, images: Tensor) -> Tensor:
         return 2 * _resize(images, self.score.size, self.score.size) - 1
 

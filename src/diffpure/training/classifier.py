@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from diffpure.data.cifar10 import Images
 from diffpure.errors import unknown
 from diffpure.training.adversarial import Adversary
-from diffpure.training.loop import Run, State, batch_indices, generator, train, triangular
+from diffpure.training.loop import Run, State, batch_indices, generator, options_of, train, triangular
 
 
 @final
@@ -84,6 +84,7 @@ def train_classifier(
         checkpoint_seconds=config.checkpoint_seconds,
         threads=config.threads,
         precision=config.precision,
+        options=options_of(config),
     )
     return train(model, OPTIMISERS[config.optimiser](model, config), batch, loss, triangular(), run, console=console)
 

@@ -2,8 +2,9 @@
 
 Order of the data, augmentation and noise of step k come from (seed, k) alone, never from a generator that runs along,
 so a run that is killed at any moment and started again walks the same trajectory, bit for bit on the same machine
-with the same number of threads. What is saved is the step, the weights, their average and the optimiser; it is
-written beside its place, flushed and renamed, so that a checkpoint is either whole or absent.
+with the same number of threads. What is saved is the step, the weights, their average and the optimiser, with the
+options and the precision of the run, which goes on with the same ones only; it is written beside its place, flushed and
+renamed, so that a checkpoint is either whole or absent.
 
 A batch is cut into one part a thread, and each thread takes its part through its own replica of the network, which
 shares the weights; the gradients are added in a fixed order. On a busy machine this wastes far less than threads
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Self, final
 
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 
 from diffpure.disk import write_whole
 from diffpure.errors import InputError
+from diffpure.evaluation.describe import stable
 from diffpure.sde import mix
 from diffpure.training.precision import DTYPES, check, settle
 
@@ -40,6 +42,7 @@ Batch = Callable[[int], tuple[Tensor, ...]]  # the tensors of a step, each with 
 Loss = Callable[..., Tensor]  # (model, *rows of those tensors) -> their mean loss, a scalar
 Schedule = Callable[[float], float]  # progress in [0, 1) -> factor on the learning rate
 CHECKPOINT: Final = "checkpoint.pt"
+MANNER: Final = ("threads", "precision", "checkpoint_seconds")  # how a run is computed, not what it computes
 
 
 @final
@@ -55,11 +58,17 @@ class Run:
     log_steps: int = 20
     threads: int | None = None  # parts of a batch, one thread each; by default as many as torch uses
     precision: str = "float32"  # or "bfloat16", or "auto": the faster; a run goes on in what it was begun in
+    options: Mapping[str, str] = field(default_factory=dict)  # what the trajectory depends on; see `options_of`
 
     def __post_init__(self) -> None:
         if self.steps < 1 or not 0 <= self.decay < 1 or (self.threads or 1) < 1:
             raise InputError(f"A run needs steps >= 1, threads >= 1 and 0 <= decay < 1, got {self}.")
         check(self.precision)
+
+
+def options_of(config: Any) -> dict[str, str]:
+    """The fields of a configuration that decide where a training goes, each in words."""
+    return {f.name: stable(getattr(config, f.name)) for f in fields(config) if f.name not in MANNER}
 
 
 def generator(seed: int, step: int, purpose: int = 0) -> torch.Generator:
@@ -111,7 +120,9 @@ def train(
     average = {name: value.detach().clone() for name, value in model.state_dict().items()}
     rates = [group["lr"] for group in optimiser.param_groups]
     file = run.folder / CHECKPOINT if run.folder else None
-    step, recorded = restore(file, model, average, optimiser) if file and file.is_file() else (0, None)
+    step, recorded = 0, None
+    if file and file.is_file():
+        step, recorded = restore(file, model, average, optimiser, run.options)
     precision = settle(run.precision, recorded)
     log = _Log(run.folder / "log.txt" if run.folder else None)
     saved = time.monotonic()
@@ -134,7 +145,9 @@ def train(
                 bar.update(task, completed=step, loss=f"{value:.4f}")
             due = time.monotonic() - saved > run.checkpoint_seconds or step == run.steps
             if file and (due or interrupts):
-                checkpoint(file, step, model, average, optimiser, precision)
+                checkpoint(
+                    file, step, model, average, optimiser, {"precision": precision, "options": dict(run.options)}
+                )
             if interrupts:
                 raise KeyboardInterrupt
             if due:
@@ -239,7 +252,12 @@ def averaged(model: nn.Module, average: Mapping[str, Tensor]) -> Iterator[nn.Mod
 
 
 def checkpoint(
-    file: Path, step: int, model: nn.Module, average: State, optimiser: torch.optim.Optimizer, precision: str
+    file: Path,
+    step: int,
+    model: nn.Module,
+    average: State,
+    optimiser: torch.optim.Optimizer,
+    about: Mapping[str, Any],
 ) -> None:
     """Write the whole state of a run, so that the file is at every moment the old state or the new one."""
     state = {
@@ -247,7 +265,7 @@ def checkpoint(
         "model": model.state_dict(),
         "average": average,
         "optimiser": optimiser.state_dict(),
-        "precision": precision,
+        **about,
     }
     data = io.BytesIO()
     torch.save(state, data)
@@ -255,9 +273,14 @@ def checkpoint(
     write_whole(file, data.getvalue())
 
 
-def restore(file: Path, model: nn.Module, average: State, optimiser: torch.optim.Optimizer) -> tuple[int, str]:
-    """Load what `checkpoint` wrote, in place, and return the step to go on with and the precision."""
+def restore(
+    file: Path, model: nn.Module, average: State, optimiser: torch.optim.Optimizer, options: Mapping[str, str]
+) -> tuple[int, str]:
+    """Load what `checkpoint` wrote for the same options, in place; the step to go on with and the precision."""
     state: dict[str, Any] = torch.load(file, weights_only=True)
+    recorded = state.get("options", {})  # older checkpoints have none
+    if differing := [name for name in options if recorded.get(name, options[name]) != options[name]]:
+        raise InputError(f"{file} was begun with another {differing[0]}; give the same options or another folder.")
     try:
         model.load_state_dict(state["model"])
         optimiser.load_state_dict(state["optimiser"])

@@ -25,7 +25,7 @@ from diffpure.data.cifar10 import Images
 from diffpure.errors import InputError, unknown
 from diffpure.scores.base import EpsilonScore
 from diffpure.sde import Schedule, over
-from diffpure.training.loop import Run, State, batch_indices, cosine, generator, train
+from diffpure.training.loop import Run, State, batch_indices, cosine, generator, options_of, train
 
 TIMES: Final = (0.01, 0.02, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3)
 WEIGHTINGS: Final[dict[str, Callable[[Schedule, Tensor], Tensor]]] = {
@@ -97,6 +97,7 @@ def train_score(
         checkpoint_seconds=config.checkpoint_seconds,
         threads=config.threads,
         precision=config.precision,
+        options=options_of(config),
     )
     optimiser = torch.optim.Adam(model.parameters(), lr=config.rate, betas=(0.9, 0.99))
     batch = partial(_draw, images, config)
