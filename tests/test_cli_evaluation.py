@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -62,14 +63,16 @@ def test_evaluate_then_verify_then_report(spec, tmp_path):
     assert invoke("evaluate", spec, "--out", home).exit_code == 0  # nothing to do, nothing added
     assert (folder / "rows.jsonl").read_text() == rows
     assert invoke("verify", folder).exit_code == 0
+    honest = shutil.copytree(folder, tmp_path / "honest")
     assert invoke("report", folder, "-o", tmp_path / "report.html").exit_code == 0
     lines = rows.splitlines()
     edited = json.loads(lines[-1])
     edited["predictions"] = [int(edited["label"])] * 2
     (folder / "rows.jsonl").write_text("\n".join([*lines[:-1], json.dumps(edited)]) + "\n")
-    caught = invoke("verify", folder)
+    caught = invoke("verify", folder, honest)
     assert caught.exit_code == 1
     assert "edited" in caught.output
+    assert f"{honest}: 8 rows" in caught.output  # one bad run does not hide the next
 
 
 def rows_without_times(folder):

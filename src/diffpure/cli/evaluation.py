@@ -129,19 +129,23 @@ def _write_pngs(folder: Path, to: Path | None) -> None:
         _say(f"{len(save_pngs(folder, to))} PNG files: {to}")
 
 
-@app.command(epilog="Example: diffpure verify runs/0123456789abcdef")
+@app.command(epilog="Example: diffpure verify runs/*")
 def verify(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")], device: Device = "cpu", threads: Threads = None
+    runs: Annotated[list[Path], typer.Argument(help="Folders of finished evaluations.")],
+    device: Device = "cpu",
+    threads: Threads = None,
 ) -> None:
-    """Check a run from its files alone: budget, labels, decisions, rates, weights."""
+    """Check runs from their files alone: budget, labels, decisions, rates, weights."""
     use_threads(threads)
     from diffpure.experiments.run import verify_run
 
-    with Bars() as bars:
-        build = _build(device)
-        found = verify_run(run, build=build, progress=lambda done, total: bars("verify", done, total))
-    _say(found)
-    if not found.passed:
+    build, passed = _build(device), True
+    for run in runs:
+        with Bars() as bars:
+            found = verify_run(run, build=build, progress=partial(bars, run.name))
+        _say(f"{run}: {found}")
+        passed = passed and found.passed
+    if not passed:
         raise typer.Exit(1)
 
 
