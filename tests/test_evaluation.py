@@ -422,6 +422,29 @@ def test_a_full_disk(tmp_path, reference, request):
     assert timeless(settle(tmp_path / "r").rows) == timeless(reference.rows)  # space was made
 
 
+def test_logits_that_become_nan_are_one_sentence_and_keep_the_rows(tmp_path):
+    class Overflowing(Linear):
+        ceiling = 0.2
+
+        def forward(self, images: Tensor) -> Tensor:
+            logits = super().forward(images)
+            return torch.where(logits.abs() > self.ceiling * self.w.abs().sum(), torch.nan, logits)
+
+    model = Overflowing()
+    x, y = line_up(model, [0.01, 0.02, 0.3])
+
+    def run(model: Linear) -> Result:
+        return evaluate(model, x, y, Linf(0.05), [PGD(iterations=2)], batch=2, out=tmp_path / "r")
+
+    with pytest.raises(InputError, match=r"^The model returned logits that are NaN or infinite;[^.]*\.$"):
+        run(model)
+    _, rows = read_rows(tmp_path / "r")
+    assert {row.key for row in rows} == {(0, image, name) for image in (0, 1) for name in ("clean", "pgd-ce")}
+    model.ceiling = 1.0  # mended
+    assert timeless(run(model).rows[:2]) == timeless(rows[:2])
+    assert run(model).complete
+
+
 def test_memory_does_not_grow_with_the_images():
     """Live tensor bytes at their peak, with ten times the images (counted, so that no timing or allocator matters)."""
 
