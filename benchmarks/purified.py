@@ -138,10 +138,10 @@ def main() -> None:
                 key = label(sampler) + ("" if view == "clean" else f" on {view}")
                 rates[key] = rate(behind(key, defence, views[view], places), y)
                 print(line(key, rates[key]), flush=True)
-    print(f"\n[{options.score}.purified]\ntotal = {len(x)}")
+    print(f"\n[{options.score}.purified]")
     for key, found in sorted(rates.items(), key=lambda item: " on " in item[0]):
         low, high = found.interval
-        print(f'"{key}" = {{correct = {found.correct:.0f}, interval = [{low:.4f}, {high:.4f}]}}')
+        print(f'"{key}" = {{correct = {found.correct:.0f}, total = {len(x)}, interval = [{low:.4f}, {high:.4f}]}}')
 
 
 def rate(predicted: Tensor, y: Tensor) -> Rate:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -16,8 +17,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import diffpure as dp
-from diffpure import cli
+from diffpure import cli, weights
 from diffpure.errors import InputError
+from diffpure.evaluation.results import Rate
 from diffpure.evaluation.spec import EvaluationSpec
 from diffpure.experiments import demo as demonstration
 from diffpure.experiments import run as experiments
@@ -171,9 +173,27 @@ def test_models_are_listed_shown_and_verified():
     assert found["imagenet-guided"]["kind"] == "score"
     shown = runner.invoke(cli.app, ["models", "show", "imagenet-guided"], env={"COLUMNS": "200"}).output
     assert "256x256_diffusion_uncond.pt" in shown
+    assert re.search(r"num_res_blocks +2\b", shown)  # a table in the card
     assert runner.invoke(cli.app, ["models", "verify"]).exit_code == 0
     with pytest.raises(InputError, match="did you mean 'imagenet-guided'"):
         runner.invoke(cli.app, ["models", "show", "imagenet-guide"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("name", weights.cards())
+def test_what_was_measured_is_shown_in_words(name):
+    """The rates of a card in one line each, nothing cut off, and every interval the one its counts give."""
+    shown = runner.invoke(cli.app, ["models", "show", name], env={"COLUMNS": "80"}).output
+    assert not set("{}…") & set(shown)
+    said = " ".join(shown.split())
+    card = weights.cards()[name]
+    measured = [
+        v for v in (*card.values(), *card.get("purified", {}).values()) if isinstance(v, dict) and "correct" in v
+    ]
+    assert measured
+    for each in measured:
+        rate = Rate(each["correct"], each["total"])
+        assert each["interval"] == pytest.approx(rate.interval, abs=6e-5)
+        assert f"{rate}, {each['correct']:,} of {each['total']:,}" in said
 
 
 def test_a_file_that_is_no_checkpoint_is_refused(tmp_path, monkeypatch):

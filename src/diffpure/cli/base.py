@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from diffpure import __version__
 
@@ -43,6 +45,16 @@ def use_threads(threads: int | None) -> None:
         import torch
 
         torch.set_num_threads(threads)
+
+
+def grid(rows: Mapping[str, RenderableType], style: str = "bold") -> Table:
+    """Keys and values side by side; a long value goes on in the next line, and nothing is cut off."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style=style, overflow="fold")
+    table.add_column(overflow="fold")
+    for key, value in rows.items():
+        table.add_row(key, value)
+    return table
 
 
 class Bars:

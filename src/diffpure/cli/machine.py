@@ -11,19 +11,20 @@ import sys
 import time
 from typing import Any
 
-from rich.table import Table
+from rich.markup import escape
 
 from diffpure import __version__
-from diffpure.cli.base import AsJson, Threads, app, console, use_threads
+from diffpure.cli.base import AsJson, Threads, app, console, grid, use_threads
 
 EXTRAS = {
     "diffusers": "score models in diffusers folders or on the hub (pip install 'diffpure[hf]')",
     "torchvision": "torchvision classifiers by name",
     "timm": "timm classifiers by name",
     "robustbench": "RobustBench classifiers by name",
-    "onnxruntime": "ONNX classifiers, for black-box attacks",
+    "onnxruntime": "ONNX classifiers (black-box attacks only)",
     "ray": "evaluations on a Ray cluster",
     "foolbox": "attacks of foolbox on our defences",
+    "adversarial-robustness-toolbox": "attacks of ART on our defences",
 }
 FIRST_IMAGE = """
 import time; start = time.perf_counter()
@@ -43,10 +44,7 @@ def doctor(as_json: AsJson = False, threads: Threads = None) -> None:
     if as_json:
         console.print_json(json.dumps(found))
         return
-    table = Table.grid(padding=(0, 2))
-    for key, value in found.items():
-        table.add_row(f"[bold]{key}[/bold]", str(value))
-    console.print(table)
+    console.print(grid({key: escape(str(value)) for key, value in found.items()}))
 
 
 def _versions() -> dict[str, Any]:
@@ -89,4 +87,4 @@ def _extras() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             return None
 
-    return {name: version(name) or f"missing: {use}" for name, use in EXTRAS.items()}
+    return {name: version(name) or f"missing, for {use}" for name, use in EXTRAS.items()}

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
-from rich.table import Table
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Column, Table
 
-from diffpure.cli.base import AsJson, Bars, app, console
+from diffpure.cli.base import AsJson, Bars, app, console, grid
 from diffpure.errors import InputError, unknown
 
 models_app = typer.Typer(help="List, inspect, verify and fetch score models and classifiers.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
+EMPTY: Final = (None, "", {}, [], ())  # what a card does not know
 Name = Annotated[str, typer.Argument(help="A name from `diffpure models list`.")]
 
 
@@ -28,7 +32,7 @@ def _all() -> dict[str, dict[str, Any]]:
         name: {"where": "in the package", "present": True, **card} for name, card in weights.cards().items()
     }
     for name, card in cards().items():
-        where = str(card.path) if card.present else "not on this machine"
+        where = str(card.path) if card.present else "not fetched"
         found[name] = {"where": where, "present": card.present, **asdict(card)}
     return found
 
@@ -40,7 +44,7 @@ def list_(as_json: AsJson = False) -> None:
     if as_json:
         console.print_json(json.dumps(found))
         return
-    table = Table("name", "kind", "architecture", "where")
+    table = Table(Column("name", no_wrap=True), "kind", "architecture", Column("where", overflow="fold"))
     for name, card in sorted(found.items(), key=lambda item: (not item[1]["present"], item[1]["kind"], item[0])):
         table.add_row(name, card["kind"], card["architecture"], card["where"])
     console.print(table)
@@ -53,10 +57,32 @@ def show(name: Name, as_json: AsJson = False) -> None:
     if as_json:
         console.print_json(json.dumps(card))
         return
-    table = Table.grid(padding=(0, 2))
-    for key, value in card.items():
-        table.add_row(f"[bold]{key}[/bold]", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-    console.print(table)
+    console.print(grid(_readable(card)))
+
+
+def _readable(card: Mapping[str, Any]) -> dict[str, RenderableType]:
+    """What a card holds, as a person reads it; what is empty, and `present`, which `where` says, is left out."""
+    return {key: _words(value) for key, value in card.items() if key != "present" and value not in EMPTY}
+
+
+def _words(value: Any) -> RenderableType:
+    """A measured rate as one line, any other table as a grid below what it is about, other values as text."""
+    if isinstance(value, Mapping):
+        if "correct" in value:
+            return _rate(value)
+        rest = grid(_readable({k: v for k, v in value.items() if k != "about"}), style="")
+        return Group(escape(value["about"]), rest) if "about" in value else rest
+    if isinstance(value, list | tuple):
+        return escape(", ".join(map(str, value)))
+    return f"{value:,}" if type(value) is int else escape(str(value))
+
+
+def _rate(measured: Mapping[str, Any]) -> str:
+    from diffpure.evaluation.results import Rate
+
+    rate = Rate(measured["correct"], measured["total"])
+    about = "; ".join(measured[key] for key in ("attack", "test_set") if key in measured)
+    return escape(f"{rate}, {rate.correct:,} of {rate.total:,}" + (f": {about}" if about else ""))
 
 
 @models_app.command(epilog="Example: diffpure models verify")
