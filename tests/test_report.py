@@ -14,14 +14,14 @@ import torch
 from typer.testing import CliRunner
 
 import diffpure as dp
-from diffpure import cli
+from diffpure import cli, weights
 from diffpure.data.samples import samples
 from diffpure.errors import InputError
 from diffpure.evaluation.evaluate import evaluate
 from diffpure.evaluation.gallery import FILE, Gallery
 from diffpure.evaluation.spec import EvaluationSpec
 from diffpure.experiments import run as experiments
-from diffpure.experiments.pictures import gallery_of
+from diffpure.experiments.pictures import NAMES, gallery_of
 from diffpure.report.page import FORMATS, html
 from diffpure.report.runs import read_run, sweeps
 from problems import images, tiny_classifier, tiny_unet
@@ -90,7 +90,7 @@ def test_without_the_weights_the_page_says_why(spec_run, tmp_path, monkeypatch):
     page = out.read_text()
     assert "no pictures of the diffused and purified images: The weights are not on this machine." in page
     assert page.count("<figure><img") == 2 * 6
-    assert "diffused<br>" not in page
+    assert "<figcaption>diffused" not in page
     monkeypatch.setattr(experiments, "load_score", lambda name, like=None: tiny_unet(8))
     with pytest.raises(InputError, match="not those of the run"):
         gallery_of(spec_run, 4)
@@ -101,9 +101,9 @@ def test_the_command_shows_every_stage_with_class_and_confidence(spec_run, tmp_p
     assert CliRunner().invoke(cli.app, ["report", str(spec_run), "-o", str(out)], catch_exceptions=False).exit_code == 0
     page = out.read_text().replace("&nbsp;", " ")
     for stage in ("clean", "attacked", "diffused", "purified"):
-        assert page.count(f"<figcaption>{stage}<br>") == 6
+        assert page.count(f"<figcaption>{stage} <span") == 6
     words, right = gallery_of(spec_run, 6).caption(3, 0)
-    assert f">{'✓' if right else '✗'} {words}</span>" in page
+    assert f">{'✓' if right else '✗'}<br>{words}</span>" in page
     assert words.endswith("\N{NO-BREAK SPACE}%")
 
 
@@ -137,6 +137,31 @@ def test_other_formats_hold_the_same_numbers(runs):
     assert any(row["attack"] == "clean" and float(row["accuracy"]) == rate.value for row in rows)
     assert json.loads(FORMATS["json"](found))[1]["rates"]["clean"]["one-shot"]["value"] == rate.value
     assert str(rate) in FORMATS["md"](found)
+
+
+def test_a_result_saved_as_a_file_is_reported(runs, tmp_path):
+    saved, out = tmp_path / "mine.jsonl", tmp_path / "report.html"
+    result = read_run(runs[0]).result
+    result.save(saved)
+    assert CliRunner().invoke(cli.app, ["report", str(saved), "-o", str(out)], catch_exceptions=False).exit_code == 0
+    assert str(result.clean()) in out.read_text().replace("&nbsp;", " ")
+
+
+def test_a_run_without_attacks_names_no_threat_and_several_seeds_their_deviation(tmp_path):
+    x, classifier = images(4), tiny_classifier()
+    evaluate(classifier, x, classifier(x).argmax(1), dp.Linf(8 / 255), (), seeds=(0, 1), out=tmp_path / "run")
+    run = read_run(tmp_path / "run")
+    page = html([run]).split("<h2>Provenance</h2>")[0]
+    assert "Linf" not in page
+    assert "gradient" not in page
+    assert "seeds 0, 1" in page
+    assert "± 0.0" in page
+    assert "± 0.0" in FORMATS["md"]([run])
+
+
+def test_every_embedded_classifier_has_names_for_its_classes():
+    classifiers = {name for name, card in weights.cards().items() if card["kind"] == "classifier"}
+    assert classifiers <= NAMES.keys()
 
 
 def test_sweeps_are_found(runs):

@@ -64,12 +64,8 @@ def _by_stage(gallery: Gallery) -> dict[str, tuple[Gallery, int]]:
 
 
 def _show(result: Demo) -> None:
-    table = Table("model", "attack", "correct", "accuracy", "95 % interval")
+    table = Table("model", "attack", "correct", "accuracy [95 % interval]")
     for row in result.rows:
-        low, high = row.rate.interval
-        share = f"{row.rate.correct:g}/{row.rate.total}"
-        table.add_row(
-            row.model, row.attack, share, f"{100 * row.rate.value:.1f} %", f"{100 * low:.1f} – {100 * high:.1f} %"
-        )
+        table.add_row(row.model, row.attack, f"{row.rate.correct:g} of {row.rate.total}", str(row.rate))
     console.print(table)
     console.print(f"{result.notes}. {SMALL}")

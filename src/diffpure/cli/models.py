@@ -17,7 +17,7 @@ from diffpure.errors import InputError, unknown
 
 models_app = typer.Typer(help="List, inspect, verify and fetch score models and classifiers.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
-EMPTY: Final = (None, "", {}, [], ())  # what a card does not know
+EMPTY: Final[tuple[object, ...]] = (None, "", {}, [], ())  # what a card does not know
 Name = Annotated[str, typer.Argument(help="A name from `diffpure models list`.")]
 
 

@@ -32,7 +32,8 @@ def report(
     found = [read_run(folder) for folder in runs]
     if kind == "html" and pictures:
         with console.status("Making pictures …"):
-            found = [read_run(run.folder, _make_pictures(run.folder, pictures)) for run in found]
+            remarks = [_make_pictures(run.folder, pictures) for run in found]
+            found = [read_run(path, remark) for path, remark in zip(runs, remarks, strict=True)]
     write(found, out, kind)
     console.print(f"Report: {out}", soft_wrap=True)
 

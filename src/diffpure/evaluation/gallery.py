@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from diffpure.disk import write_whole
+from diffpure.evaluation.results import CLEAN, Result
 
 FILE: Final = "pictures.safetensors"  # in the folder of a run
 GIVEN: Final = "given"  # the first stage of a run without attacks
@@ -85,6 +86,11 @@ class Gallery:
 def _key(header: Mapping[str, Any]) -> str:
     """What names a run: a hash of its header."""
     return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
+
+
+def strongest(result: Result) -> str:
+    """The attack of a run that its pictures show: the one that leaves the lowest accuracy, or `clean` without any."""
+    return min(result.attacks, key=lambda name: result.rate(name).value, default=CLEAN)
 
 
 def eight_bits(images: NDArray[Any]) -> NDArray[np.uint8]:

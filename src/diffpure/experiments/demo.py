@@ -78,24 +78,25 @@ def run_demo(config: DemoConfig, home: Path, progress: Progress = lambda *_: Non
         found.append((folder, run(spec, folder, progress=_tell(progress, spec.name))))
         return found[-1][1]
 
-    pgd = "PGD-20"
-    bare = measure(_spec(config, "Bare classifier", config.images, attack={"kind": "pgd", "iterations": 20}))
+    pgd, adapted = "PGD-20", f"PGD-{config.iterations}, EOT {config.draws}, exact gradient"
+    name = f"Bare classifier, and {pgd} on it"
+    bare = measure(_spec(config, name, config.images, attack={"kind": "pgd", "iterations": 20}))
     purified = measure(_spec(config, "Purified", config.images, defended=True))
     name = f"Purified, on the images that {pgd} made against the bare classifier"
     brought = measure(_spec(config, name, config.images, defended=True, source=_attacked(found[0])))
     eot = {"kind": "pgd", "iterations": config.iterations, "eot": config.draws}
-    name = "Purified, attacked by one who knows the defence"
+    name = f"Purified, attacked by one who knows the defence ({adapted})"
     adaptive = measure(_spec(config, name, config.adaptive_images, defended=True, attack=eot))
     rows = (
         DemoRow("classifier", "none", bare.clean()),
         DemoRow("classifier", pgd, bare.minimum()),
         DemoRow("purified", "none", purified.clean()),
         DemoRow("purified", f"{pgd} on the classifier", brought.clean()),
-        DemoRow("purified", f"PGD-{config.iterations}, EOT {config.draws}, exact gradient", adaptive.minimum()),
+        DemoRow("purified", adapted, adaptive.minimum()),
     )
     folders = tuple(folder for folder, _ in found)
     sampler = f"ancestral sampler in {config.steps} steps"
-    notes = f"l-inf 8/255, t* = {config.t_star:g}, {sampler}, seed {config.seed}"
+    notes = f"ℓ∞ 8/255, t* = {config.t_star:g}, {sampler}, seed {config.seed}"
     return Demo(rows, folders, tuple(gallery_of(folder, config.shown) for folder in folders), notes)
 
 

@@ -17,7 +17,7 @@ from diffpure.attacks.losses import Model, call
 from diffpure.data.cifar10 import CLASSES
 from diffpure.errors import InputError
 from diffpure.evaluation.describe import weight_hashes
-from diffpure.evaluation.gallery import GIVEN, Gallery, eight_bits
+from diffpure.evaluation.gallery import GIVEN, Gallery, eight_bits, strongest
 from diffpure.evaluation.results import CLEAN, Result
 from diffpure.evaluation.spec import EvaluationSpec
 from diffpure.evaluation.store import IMAGES, read_tensors
@@ -26,7 +26,13 @@ from diffpure.experiments.run import Build, World, build
 from diffpure.purify import Defense, Purifier
 
 # The names of the classes, by the source of the images or, where that is a user's file, by the classifier.
-NAMES: Final[dict[str, tuple[str, ...]]] = {"cifar10": CLASSES, "cifar10-samples": CLASSES, "cifar10-resnet": CLASSES}
+NAMES: Final[dict[str, tuple[str, ...]]] = {
+    "cifar10": CLASSES,
+    "cifar10-samples": CLASSES,
+    "cifar10-resnet": CLASSES,
+    "cifar10-resnet-at": CLASSES,
+    "cifar10-vit-tiny": CLASSES,
+}
 
 
 def gallery_of(folder: str | Path, count: int = 8, *, build: Build = build) -> Gallery:
@@ -52,7 +58,7 @@ def gallery_of(folder: str | Path, count: int = 8, *, build: Build = build) -> G
 
 @torch.no_grad()
 def _gallery(folder: Path, result: Result, spec: EvaluationSpec, world: World, count: int) -> Gallery:
-    attack = min(result.attacks, key=lambda name: result.rate(name).value, default=CLEAN)
+    attack = strongest(result)
     unit = Unit(result.seeds[0], attack, 0, min(result.header["batch"], len(world.images)))
     shown = slice(0, min(count, unit.stop))
     stages = {GIVEN if attack == CLEAN else "clean": world.images[shown]}

@@ -58,13 +58,18 @@ def _stage(gallery: Gallery, stage: int, image: int) -> str:
     small = ' class="small"' if picture.shape[-1] < 100 else ""
     alt = escape(f"{name}: {words}, {kind}")
     return (
-        f'<figure><img{small} alt="{alt}" src="{_source(picture)}"><figcaption>{name}<br>'
-        f'<span class="{kind}">{mark}&nbsp;{escape(words)}</span></figcaption></figure>'
+        f'<figure><img{small} alt="{alt}" src="{data_url(_png(picture))}"><figcaption>{name} '
+        f'<span class="{kind}">{mark}<br>{escape(words)}</span></figcaption></figure>'
     )
 
 
-def _source(picture: NDArray[Any]) -> str:
+def _png(picture: NDArray[Any]) -> bytes:
     out = io.BytesIO()
     pixels = picture.transpose(1, 2, 0)
     Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels).save(out, "PNG")
-    return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+    return out.getvalue()
+
+
+def data_url(png: bytes) -> str:
+    """A picture as the source of an img element, inside the page."""
+    return "data:image/png;base64," + base64.b64encode(png).decode()

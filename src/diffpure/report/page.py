@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import io
 import json
@@ -16,10 +15,10 @@ from diffpure.errors import unknown
 from diffpure.evaluation.results import CLEAN, MINIMUM, WORST
 from diffpure.report import plots
 from diffpure.report.cards import STYLE as CARDS
-from diffpure.report.cards import cards
+from diffpure.report.cards import cards, data_url
 from diffpure.report.runs import COLUMNS, Run, attacked, flat, sweeps
 
-TITLES: Final = {CLEAN: "no attack", WORST: "worst case per image", MINIMUM: "minimum of attacks (the paper's number)"}
+TITLES: Final = {CLEAN: "no attack", WORST: "worst case per image", MINIMUM: "minimum of attacks (as the paper counts)"}
 STYLE: Final = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --soft: #f3f4f6; --line: #d5d9de; --warn: #fff4d6;
   --right: #1a7f37; --wrong: #c62828; }
@@ -41,6 +40,7 @@ td:first-child, th:first-child { white-space: normal; min-width: 7rem; }
   td:first-child, th:first-child { min-width: 5.5rem; overflow-wrap: anywhere; } }
 th { background: var(--soft); } tr.total td { font-weight: 600; } .small { font-size: .85rem; opacity: .85; }
 figure { margin: 1rem 0; } img { max-width: 100%; height: auto; background: #fff; border-radius: .4rem; }
+@media (prefers-color-scheme: dark) { .plot { filter: invert(.92) hue-rotate(180deg); } }
 details pre { background: var(--soft); padding: .75rem; border-radius: .4rem; white-space: pre-wrap; font-size: .8rem; }
 """
 
@@ -75,7 +75,7 @@ def _glance(runs: Sequence[Run]) -> str:
         robust = _shown(result.cell(WORST)) if result.attacks else "not measured"
         cells = (escape(run.name), str(len(result.header["images"])), _shown(result.cell(CLEAN)), robust)
         lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    head = "<tr><th>run</th><th>images</th><th>as given</th><th>worst case</th></tr>"
+    head = "<tr><th>run</th><th>images</th><th>as given</th><th>worst case per image</th></tr>"
     return f'<h2>At a glance</h2><div class="scroll"><table>{head}{"".join(lines)}</table></div>'
 
 
@@ -99,12 +99,16 @@ def _warnings(runs: Sequence[Run]) -> str:
 
 
 def _heading(run: Run) -> str:
-    header = run.result.header
+    header, seeds = run.result.header, run.result.seeds
     model = header["model"]
-    gradient = f"{model['gradient']} gradient" + (" (approximate)" if model["approximate"] else "")
-    seeds = ", ".join(map(str, run.result.seeds))
-    line = f"{model['title']}; {header['threat']}; {len(header['images'])} images; {gradient}; seeds {seeds}"
-    return f"<h2>{escape(run.name)}</h2><p>{escape(line)}</p>"
+    words = [model["title"], f"{len(header['images'])} images"]
+    if run.result.attacks:
+        words += [
+            header["threat"],
+            f"{model['gradient']} gradient" + (" (approximate)" if model["approximate"] else ""),
+        ]
+    words.append(f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}")
+    return f"<h2>{escape(run.name)}</h2><p>{escape('; '.join(words))}</p>"
 
 
 def _rates(run: Run) -> str:
@@ -123,14 +127,17 @@ def _rates(run: Run) -> str:
 
 def _cost(run: Run) -> str:
     spent = run.result.spent()
-    shown = [f"{spent[key]:,.0f} {key.replace('_', ' ')}" for key in ("score_calls", "gradients", "queries", "seconds")]
+    counts = [
+        f"{spent[key]:,.0f} {key.replace('_', ' ')}" for key in ("score_calls", "gradients", "queries") if spent[key]
+    ]
+    shown = [*counts, f"{spent['seconds']:,.1f} seconds"]
     return f'<p class="small">Cost: {escape(", ".join(shown))}.</p>'
 
 
 def _figure(data: bytes, caption: str) -> str:
-    source = "data:image/png;base64," + base64.b64encode(data).decode()
     text = escape(caption)
-    return f'<figure><img alt="{text}" src="{source}"><figcaption class="small">{text}</figcaption></figure>'
+    image = f'<img class="plot" alt="{text}" src="{data_url(data)}">'
+    return f'<figure>{image}<figcaption class="small">{text}</figcaption></figure>'
 
 
 def _provenance(run: Run) -> str:
@@ -149,7 +156,7 @@ def markdown(runs: Sequence[Run]) -> str:
         lines = [f"## {run.name}", "", *(f"> {text}" for text in run.result.warnings), ""]
         lines += ["| attack | " + " | ".join(map(str, rules)) + " |", "|---" * (len(rules) + 1) + "|"]
         for attack in run.lines:
-            cells = " | ".join(str(run.result.rate(attack, rule)) for rule in rules)
+            cells = " | ".join(run.result.cell(attack, rule) for rule in rules)
             lines.append(f"| {_title(run, attack)} | {cells} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from diffpure.errors import InputError
-from diffpure.evaluation.gallery import Gallery, eight_bits
+from diffpure.evaluation.gallery import Gallery, eight_bits, strongest
 from diffpure.evaluation.results import CLEAN, MINIMUM, WORST, Result, slug
 
 COLUMNS: Final = ("run", "model", "threat", "attack", "rule", "images", "accuracy", "low", "high", "gradient")
@@ -70,7 +70,7 @@ def read_run(folder: str | Path, remark: str = "") -> Run:
 
 def _rows_gallery(folder: Path, result: Result, count: int = 8) -> Gallery | None:
     """What a run's files show without its model: its strongest attack, judged by the first draws of its rows."""
-    attack = min(result.attacks, key=lambda name: result.rate(name).value, default=CLEAN)
+    attack = strongest(result)
     files = sorted((folder / "adversarial").glob(f"{slug(attack)}-seed{result.seeds[0]}-*.safetensors"))
     if not files:
         return None

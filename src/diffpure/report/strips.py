@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ import matplotlib
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+
+from diffpure.evaluation.gallery import eight_bits
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -25,17 +26,7 @@ def save_strip(
     *,
     across: bool = False,
 ) -> None:
-    """Write a picture of stages; see `strip_png`."""
-    file.write_bytes(strip_png(stages, captions, across=across))
-
-
-def strip_png(
-    stages: Mapping[str, NDArray[Any]],
-    captions: Mapping[str, Sequence[tuple[str, bool]]] | None = None,
-    *,
-    across: bool = False,
-) -> bytes:
-    """A PNG of stages, each (N, C, H, W) in about [0, 1], with a caption (text, right?) under each image.
+    """Write a PNG of stages, each (N, C, H, W) in about [0, 1], with a caption (text, right?) under each image.
 
     across: stages run from left to right, not from top to bottom.
     """
@@ -53,10 +44,8 @@ def strip_png(
                     text, right = captions[stage][column]
                     ax.set_xlabel(text, fontsize=8, color=RIGHT if right else WRONG, labelpad=2)
         row[0].set_title(stage, fontsize=9) if across else row[0].set_ylabel(stage, fontsize=9)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=150, facecolor="white")
+    figure.savefig(file, format="png", dpi=150, facecolor="white")
     plt.close(figure)
-    return out.getvalue()
 
 
 def save_gif(file: Path, states: Sequence[NDArray[Any]], milliseconds: int = 250) -> None:
@@ -64,8 +53,7 @@ def save_gif(file: Path, states: Sequence[NDArray[Any]], milliseconds: int = 250
     factor = -(-128 // min(states[0].shape[1:]))
     frames = []
     for state in states:
-        array = (np.clip(state.transpose(1, 2, 0), 0, 1) * 255).round().astype(np.uint8)
-        image = Image.fromarray(array)
+        image = Image.fromarray(eight_bits(state.transpose(1, 2, 0)))
         frames.append(image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST))
     frames[0].save(
         file, save_all=True, append_images=[*frames[1:], frames[-1], frames[-1]], duration=milliseconds, loop=0
