@@ -19,6 +19,7 @@ STYLE: Final = """
 .card { background: var(--soft); border-radius: .5rem; padding: .6rem; margin: 0; }
 .card > b { font-size: .85rem; } .stages { display: flex; gap: .5rem; margin-top: .3rem; }
 .stages figure { flex: 0 1 7rem; min-width: 0; margin: 0; font-size: .7rem; line-height: 1.3; }
+.stages figcaption { padding-top: .15rem; }
 .stages img { width: 100%; display: block; border-radius: .25rem; }
 .stages img.small { image-rendering: pixelated; }
 .right { color: var(--right); } .wrong { color: var(--wrong); }

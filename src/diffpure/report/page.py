@@ -57,14 +57,19 @@ def html(runs: Sequence[Run], remark: str = "") -> str:
         parts.append(_glance(runs))
     for run in runs:
         parts += [_heading(run), _rates(run), cards(run), _cost(run)]
-    for axis, points in sweeps(runs):
-        parts.append(_figure(plots.encoded(plots.along(axis, points)), f"Accuracy against {axis}, 95 % intervals."))
-    if len(attacked(runs)) > 1:
-        plot = plots.encoded(plots.trade_off(attacked(runs)))
-        parts.append(_figure(plot, "Standard against robust accuracy (worst case per image), 95 % intervals."))
+    if figures := _figures(runs):
+        parts += ["<h2>The runs compared</h2>", *figures]
     parts += ["<h2>Provenance</h2>", *(_provenance(run) for run in runs)]
     body = "\n".join(parts)
     return f"{HEAD}<body><h1>How robust is it?</h1>\n{body}\n</body></html>\n"
+
+
+def _figures(runs: Sequence[Run]) -> list[str]:
+    """A plot along everything that varies alone, and one of standard against robust accuracy."""
+    found = [(plots.along(axis, points), f"Accuracy against {axis}") for axis, points in sweeps(runs)]
+    if len(attacked(runs)) > 1:
+        found.append((plots.trade_off(attacked(runs)), "Standard against robust accuracy (worst case per image)"))
+    return [_figure(plots.encoded(plot), f"{words}, 95 % intervals.") for plot, words in found]
 
 
 def _glance(runs: Sequence[Run]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,13 +44,15 @@ def along(axis: str, points: Sequence[tuple[float, Run]]) -> Figure:
 def trade_off(runs: Sequence[Run]) -> Figure:
     """Standard against worst-case accuracy, one point a run."""
     with plt.rc_context(STYLE):
-        figure, ax = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
-        for run in runs:
+        names = [textwrap.fill(run.name, 75) for run in runs]
+        lines = sum(1 + name.count("\n") for name in names)
+        figure, ax = plt.subplots(figsize=(5.2, 3.4 + 0.17 * lines), layout="constrained")
+        for run, name in zip(runs, names, strict=True):
             clean, robust = run.result.clean(), run.result.robust()
             place = ([100 * clean.value], [100 * robust.value])
-            ax.errorbar(*place, xerr=_bars([clean]), yerr=_bars([robust]), fmt="o", capsize=3, label=run.name)
+            ax.errorbar(*place, xerr=_bars([clean]), yerr=_bars([robust]), fmt="o", capsize=3, label=name)
         ax.set(xlabel="standard accuracy (%)", ylabel="robust accuracy (%)", xlim=(-3, 103), ylim=(-3, 103))
-        ax.legend(frameon=False, fontsize=8)
+        figure.legend(loc="outside lower left", frameon=False, fontsize=8)  # names may be longer than the plot is wide
     return figure
 
 
