@@ -137,6 +137,7 @@ def test_other_formats_hold_the_same_numbers(runs):
     assert any(row["attack"] == "clean" and float(row["accuracy"]) == rate.value for row in rows)
     assert json.loads(FORMATS["json"](found))[1]["rates"]["clean"]["one-shot"]["value"] == rate.value
     assert str(rate) in FORMATS["md"](found)
+    assert "Linf(eps=8/255); exact gradient; seed 0" in FORMATS["md"](found)
 
 
 def test_a_result_saved_as_a_file_is_reported(runs, tmp_path):

@@ -56,7 +56,7 @@ def html(runs: Sequence[Run], remark: str = "") -> str:
     if len(runs) > 1:
         parts.append(_glance(runs))
     for run in runs:
-        parts += [_heading(run), _rates(run), cards(run), _cost(run)]
+        parts += [f"<h2>{escape(run.name)}</h2><p>{escape(_about(run))}</p>", _rates(run), cards(run), _cost(run)]
     if figures := _figures(runs):
         parts += ["<h2>The runs compared</h2>", *figures]
     parts += ["<h2>Provenance</h2>", *(_provenance(run) for run in runs)]
@@ -103,17 +103,20 @@ def _warnings(runs: Sequence[Run]) -> str:
     return f'<div class="warnings"><strong>Read this first</strong><ul>{items}</ul></div>'
 
 
-def _heading(run: Run) -> str:
-    header, seeds = run.result.header, run.result.seeds
+def _about(run: Run) -> str:
+    """What was evaluated, in a line; a threat and a gradient belong to attacks."""
+    header, seeds, t_star = run.result.header, run.result.seeds, run.setting("t*")
     model = header["model"]
     words = [model["title"], f"{len(header['images'])} images"]
+    if t_star is not None and "t_star=" not in model["title"]:  # the title leaves out what is the sampler's default
+        words.insert(1, f"t* = {t_star:g}")
     if run.result.attacks:
         words += [
             header["threat"],
             f"{model['gradient']} gradient" + (" (approximate)" if model["approximate"] else ""),
         ]
     words.append(f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}")
-    return f"<h2>{escape(run.name)}</h2><p>{escape('; '.join(words))}</p>"
+    return "; ".join(words)
 
 
 def _rates(run: Run) -> str:
@@ -154,11 +157,12 @@ def _provenance(run: Run) -> str:
 
 
 def markdown(runs: Sequence[Run]) -> str:
-    """A table a run, with its warnings."""
+    """A table a run, after what was evaluated and the warnings."""
     parts = []
     for run in runs:
         rules = run.result.rules
-        lines = [f"## {run.name}", "", *(f"> {text}" for text in run.result.warnings), ""]
+        lines = [f"## {run.name}", "", _about(run), ""]
+        lines += [*(f"> - {text}" for text in run.result.warnings), ""] if run.result.warnings else []
         lines += ["| attack | " + " | ".join(map(str, rules)) + " |", "|---" * (len(rules) + 1) + "|"]
         for attack in run.lines:
             cells = " | ".join(run.result.cell(attack, rule) for rule in rules)
