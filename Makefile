@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# One thread a worker: more threads than cores spin (set THREADS for `demo` and `bench`).
+# Threads that wait must not spin: on a busy machine they stop each other.
 export OMP_WAIT_POLICY := passive
 
 .PHONY: demo test lint bench docs clean
