@@ -26,9 +26,9 @@ import diffpure.attacks
 from diffpure.attacks import APGD, EOT, PGD, Attack, Square, Suite
 from diffpure.attacks.base import Run
 from diffpure.errors import InputError
-from diffpure.evaluation.calibrate import Calibration, Line, _Peak, bytes_of, calibrate, rows_that_fit
+from diffpure.evaluation.calibrate import _Peak
 from diffpure.evaluation.engine import Local, Step, Work
-from diffpure.evaluation.estimate import Estimate, estimate, spending
+from diffpure.evaluation.estimate import spending
 from diffpure.evaluation.evaluate import Tick, _ticker, evaluate, prepare
 from diffpure.evaluation.pictures import save_pngs
 from diffpure.evaluation.results import CLEAN, Result, Row, read_rows
@@ -488,83 +488,6 @@ def test_labels_beyond_the_classes_and_a_model_in_training(tmp_path):
     with pytest.raises(InputError, match="Attacks are"):
         evaluate(defense(), x, y, THREAT, {"mine": lambda *_: x}, out=tmp_path / "r")  # type: ignore[dict-item]
     assert not (tmp_path / "r").exists()
-
-
-# ----------------------------------------------------------------------------------------------------- estimates
-
-
-def test_calibration_counts_calls_and_bytes():
-    wide = nn.Sequential(nn.Flatten(), nn.Linear(192, 4096, bias=False), nn.ReLU(), nn.Linear(4096, 5, bias=False))
-    wide.requires_grad_(False)
-    found = calibrate(wide, images(2))
-    assert found.classes == 5
-    assert found.calls == (0, 0)
-    assert 4 * 4096 * 2 <= found.memory.each <= 4 * 4096 * 4  # the hidden layer, its rectification, their gradients
-    assert found.memory.base >= 4 * (192 + 5) * 4096
-    need = Line(1000, 100)
-    assert [rows_that_fit(need, memory) for memory in (0, 1000, 1750, 10**9)] == [1, 1, 7, 256]
-
-
-@pytest.mark.parametrize(("mode", "calls"), [("exact", 6), ("backprop", 3), ("adjoint", 6), ("bpda", 3)])
-def test_calibration_knows_every_gradient_mode(mode, calls):
-    found = calibrate(defense().with_gradient(mode), images(2), largest=4)
-    assert found.calls == (3, calls)
-    assert found.gradient is not None
-    assert 0 < found.forward(1) <= found.forward(4)
-    assert 0 < found.gradient(1) <= found.gradient(4)
-
-
-def test_a_line_through_two_measurements():
-    line = Line.through((1, 5.0), (9, 21.0))
-    assert (line(1), line(9), line(4)) == (5.0, 21.0, 11.0)
-    assert (line + line).times(0.5) == line
-    assert Line.through((1, 5.0), (4, 3.0))(4) == 3.0  # a machine that was busy for a while
-    assert Line.through((1, 1.0), (4, 40.0)).base == 0.0
-    assert Line.through((2, 6.0), (2, 6.0)) == Line(0.0, 3.0)
-
-
-def test_seconds_are_those_of_the_calls_that_are_made():
-    """One call costs 10 s and 1 s an image, a gradient ten times that: 4 images, 3 draws, at most 6 images a call."""
-    x, y = problem(4)
-    ready = prepare(defense(), x, y, THREAT, [PGD(iterations=2, eot=EOT(3))], rules=["worst of 2"], batch=4, rows=6)
-    price = Calibration(5, (3, 6), Line(0, 1), forward=Line(10, 1), gradient=Line(100, 10), rows=6)
-    said = estimate(ready.job, price, ready.units)
-    judged = 2 * 4 * 2 * 16 / 6  # clean and attacked, 4 images, 2 draws, at the price of one of six in a call
-    looks = 4 * 3 * (2 * 160 / 6 + 2 * 16 / 6)  # two with a gradient, the first and the last without
-    assert said.seconds == pytest.approx(judged + looks)
-    assert (said.images, said.gradients, said.queries, said.memory) == (4, 4 * 6, 4 * (6 + 2 * 2), 6)
-
-
-@pytest.mark.parametrize("kind", sorted(ATTACKS))
-def test_an_estimate_is_what_is_then_spent(kind):
-    """But for attacks that stop early (less) or ask about doubtful images again (a little more)."""
-    spec = spec_of(
-        model={"classifier": "cifar10-resnet", "score": "cifar10-small"},
-        data={"images": "0-1"},
-        threat={"kind": "flow", "eps": 0.05} if kind == "stadv" else {},
-        attacks=[{"kind": kind}],
-    ).tiny()
-    said: list[Estimate] = []
-    world = tiny_world(spec)
-    given = (world.model, world.images, world.labels, spec.threat.make(), spec.make_attacks())
-    spent = evaluate(*given, rules=spec.rules, on_estimate=said.append).spent()
-    assert "score calls" in str(said[0])
-    if kind in ("autoattack-standard", "bpda-eot"):
-        assert spent["gradients"] <= said[0].gradients
-    elif kind != "transfer":  # whose own gradients are those of the bare classifier
-        assert said[0].gradients == spent["gradients"]
-    if kind not in ("autoattack-standard", "bpda-eot"):
-        assert said[0].score_calls == spent["score_calls"]
-
-
-@pytest.mark.parametrize(("text", "expected"), [("8 GB", 8 << 30), ("512MiB", 512 << 20), (7, 7), ("1.5k", 1536)])
-def test_memory_limits(text, expected):
-    assert bytes_of(text) == expected
-
-
-def test_a_memory_limit_that_is_none():
-    with pytest.raises(InputError, match="8 GB"):
-        bytes_of("plenty")
 
 
 # ------------------------------------------------------------------------------------------------ forgeries

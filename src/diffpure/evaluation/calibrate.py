@@ -1,8 +1,9 @@
 """What one call of a model costs on this machine: score calls, bytes, and seconds as a line in the number of images.
 
-A purification can take minutes, and all its steps are alike. So the whole model is asked about one image only, to count
-its score calls (p of them plain, g with a graph for the backward pass) and the bytes that live at its peak; the time of
-a call of B images is put together from one step of the path and the classifier,
+A purification can take minutes, and is mostly calls of one network that are all alike. So that network is asked a few
+times only, for its bytes and seconds; a hollow one, which takes the bytes and computes nothing, walks the whole path in
+its place, to count the calls (p of them plain, g with a graph for the backward pass) and the bytes that live at the
+peak. The time of a call of B images is then
 
     seconds(B) = p · plain(B) + g · graph(B) + classifier(B),
 
@@ -16,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Final, Self, final
 
 import torch
@@ -23,12 +25,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffpure.attacks.losses import Model, call, check_logits
-from diffpure.errors import InputError
+from diffpure.paths import per_image
 from diffpure.purify import Defense, Purifier
 from diffpure.scores.base import EpsilonScore, ScoreModel
-from diffpure.sde import Noise, Schedule
 
-_SHORT: Final = 0.25  # seconds: while a call takes less, one of four times the images is tried
+_SHORT: Final = 0.1  # seconds: while a call takes less, one of four times the images is timed
 _TIMED: Final = 64  # images in the largest call that is timed: beyond it an image gets no cheaper
 MOST_ROWS: Final = 256  # images in one call of the model
 
@@ -86,24 +87,23 @@ def calibrate(
     """Measure a model on its first image, in calls of at most `largest` images; images (B, C, H, W) in [0, 1] where
     the model is.   rows: images in one call, else what fits `memory` bytes (half of what is free)."""
     one = images[:1]
-    counted, counter = counting(model)
-    classes = _ask(counted, one, gradient=False)
-    forward = counter.taken()
+    light, count = _hollow(model, one, gradient) if isinstance(model, Defense) else (model, _Count())
+    classes = _ask(light, one, gradient=False)
+    forward = count.taken()
     weights = _tensors(model)
     with (peak := _Peak(weights)):
-        _ask(counted, one, gradient)
-    backward = counter.taken()
+        _ask(light, one, gradient)
+    backward = count.taken()
     need = Line(sum(t.numel() * t.element_size() for t in weights), peak.peak)
     free = available_memory(one.device) if memory is None else memory
     fitting = rows_that_fit(need, free) if rows is None else rows
-    most = min(_TIMED, largest, fitting)
-    parts = _parts(model, most, one)
+    seconds = _pricer(model, one, min(_TIMED, largest, fitting))
     return Calibration(
         classes=classes,
         calls=(sum(forward), sum(backward)),
         memory=need,
-        forward=parts.seconds(*forward, gradient=False),
-        gradient=parts.seconds(*backward, gradient=True) if gradient else None,
+        forward=seconds(forward, False),
+        gradient=seconds(backward, True) if gradient else None,
         rows=fitting,
     )
 
@@ -120,79 +120,46 @@ def available_memory(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def bytes_of(text: str | int) -> int:
-    """A memory limit as "8 GB" or as a number of bytes."""
-    if isinstance(text, int):
-        return text
-    number, unit = text.strip().rstrip("iBb").strip(), 1.0
-    for power, letter in enumerate("KMGT", 1):
-        if number.upper().endswith(letter):
-            number, unit = number[:-1].strip(), 1024.0**power
-    try:
-        return int(float(number) * unit)
-    except ValueError as error:
-        raise InputError(f'A memory limit is a number of bytes or "8 GB", got {text!r}.') from error
-
-
 # ------------------------------------------------------------------------------------------------------------ time
 
 
-@final
-@dataclass(frozen=True)
-class _Parts:
-    """What the calls of a model are made of, each timed when it is asked for: `step` of a path (None: there is no
-    purifier) and the `head`, functions of the images and of whether a gradient is wanted."""
+Work = Callable[[Tensor, bool], object]  # a part of the model: images, and whether a gradient is wanted
 
-    step: Callable[[Tensor, bool], None] | None
-    calls_a_step: int
-    head: Callable[[Tensor, bool], object]
-    one: Tensor
-    most: int
 
-    def seconds(self, plain: int, graph: int, *, gradient: bool) -> Line:
-        """A call of the model with so many score calls without and with a graph."""
-        line = self._timed(self.head, gradient)
-        for count, kind in ((plain, False), (graph, True)):
-            if count and self.step is not None:
-                line += self._timed(self.step, kind).times(count / self.calls_a_step)
+def _pricer(model: Model, one: Tensor, most: int) -> Callable[[tuple[int, int], bool], Line]:
+    """What gives the seconds of a call of the model, without or with a gradient, that makes so many score calls
+    (plain, with a graph)."""
+    timed = cache(partial(_timed, one, most))
+    head = partial(_ask, model.classifier if isinstance(model, Defense) else model)
+    score = partial(_ask_score, model.purifier) if isinstance(model, Defense) else None
+
+    def seconds(calls: tuple[int, int], gradient: bool) -> Line:
+        line = timed(head, gradient)
+        for number, graph in zip(calls, (False, True), strict=True):
+            if number:
+                line += timed(score, graph).times(number)
         return line
 
-    def _timed(self, work: Callable[[Tensor, bool], object], gradient: bool) -> Line:
-        """The first call prepares kernels, larger ones follow while they are quick, and the better of two counts."""
+    return seconds
 
-        def seconds(images: Tensor) -> float:
+
+def _timed(one: Tensor, most: int, work: Work, gradient: bool) -> Line:
+    """The seconds of a part, from calls of 1, 4, 16, … images up to `most`, as long as they are quick."""
+
+    def seconds(count: int) -> float:
+        images, taken = one.repeat(count, 1, 1, 1), []
+        for _ in range(2):  # the first may prepare kernels
             began = time.perf_counter()
             work(images, gradient)
-            return time.perf_counter() - began
+            taken.append(time.perf_counter() - began)
+        return min(taken)
 
-        images, taken = self.one, seconds(self.one)
-        while taken < _SHORT and len(images) < self.most:
-            images = self.one.repeat(min(4 * len(images), self.most), 1, 1, 1)
-            taken = seconds(images)
-        small, large = (
-            (len(batch), min(seconds(batch) for _ in range(2 if taken < _SHORT else 1))) for batch in (self.one, images)
-        )
-        return Line.through(small, large)
-
-
-def _parts(model: Model, most: int, one: Tensor) -> _Parts:
-    if not isinstance(model, Defense):
-        return _Parts(None, 1, lambda x, gradient: _ask(model, x, gradient), one, most)
-    counted, counter = counting(model)
-    purifier = counted.purifier
-
-    def step(images: Tensor, gradient: bool) -> None:
-        with torch.set_grad_enabled(gradient), purifier._precision(images):
-            x, path = purifier.sampler(purifier.score, purifier._enter(images), Noise(tuple(range(len(images)))))
-            if not len(path):
-                return
-            x = x.detach().requires_grad_(gradient)
-            out = path.step(x, 0)
-            _wait(torch.autograd.grad(out.sum(), x)[0] if gradient else out)
-
-    step(one, False)
-    calls_a_step = max(1, sum(counter.taken()))
-    return _Parts(step, calls_a_step, lambda x, gradient: _ask(model.classifier, x, gradient), one, most)
+    count, small = 1, seconds(1)
+    large = small
+    while large < _SHORT and count < most:
+        count = min(4 * count, most)
+        large = seconds(count)
+    return Line.through((1, small), (count, large))
 
 
 def _ask(model: Model, images: Tensor, gradient: bool) -> int:
@@ -200,13 +167,26 @@ def _ask(model: Model, images: Tensor, gradient: bool) -> int:
     with torch.set_grad_enabled(gradient):
         x = images.clone().requires_grad_(gradient)
         logits = check_logits(call(model, x, range(len(x))), len(x))
-        _wait(torch.autograd.grad(logits.sum(), x)[0] if gradient and logits.requires_grad else logits)
+        _finish(x, logits)
     return logits.shape[1]
 
 
-def _wait(result: Tensor) -> None:
-    """Until a device has computed: one number of the result is fetched."""
-    result.detach().flatten()[0].item()
+def _ask_score(purifier: Purifier, images: Tensor, gradient: bool) -> None:
+    """One call of a purifier's score, with its gradient if wanted."""
+    _finish(*_score(purifier, images, gradient))
+
+
+def _score(purifier: Purifier, images: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
+    """The images as a purifier's score sees them, and what it gives, with a graph if wanted."""
+    with torch.set_grad_enabled(gradient), purifier._precision(images):
+        x = purifier._enter(images).detach().requires_grad_(gradient)
+        return x, purifier.score(x, per_image(torch.tensor(0.1, dtype=torch.float64), x))
+
+
+def _finish(x: Tensor, out: Tensor) -> None:
+    """Take the gradient, if there is a graph, and wait for the device: one number of the result is fetched."""
+    result = torch.autograd.grad(out.sum(), x)[0] if out.requires_grad else out
+    result.flatten()[0].item()
 
 
 # ---------------------------------------------------------------------------------------------------------- memory
@@ -219,6 +199,10 @@ class _Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._known = {tensor.untyped_storage()._cdata for tensor in others}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and skipping would import the compiler: seconds, for nothing
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -245,20 +229,13 @@ def _tensors(model: Model | Callable[..., Any]) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
 
 
-# ----------------------------------------------------------------------------------------------------- score calls
+# ---------------------------------------------------------------------------------------------------- a hollow score
 
 
-class _Counter:
+class _Count:
     """Images a score was called with, without and with a graph for a backward pass."""
 
     plain = graph = 0
-
-    def see(self, x: Tensor) -> None:
-        """Count one call."""
-        if torch.is_grad_enabled() and x.requires_grad:
-            self.graph += len(x)
-        else:
-            self.plain += len(x)
 
     def taken(self) -> tuple[int, int]:
         """What was counted since the last time."""
@@ -266,51 +243,61 @@ class _Counter:
         return found
 
 
-@final
-class _CountedScore(EpsilonScore):
-    """A score network that counts the images it is called with."""
+class _Bytes(torch.autograd.Function):
+    """Zeros like x that take the memory of a network: `held` bytes an image in the graph, `passing` ones on the way."""
 
-    def __init__(self, score: EpsilonScore, counter: _Counter) -> None:
-        super().__init__(score.sde, score.size, score.channels)
-        self.inner, self.counter = score, counter
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, held: int, passing: int) -> Tensor:
+        ctx.passing = passing
+        ctx.save_for_backward(_bytes(x, held))
+        _bytes(x, passing)
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        _bytes(grad, ctx.passing)
+        return torch.zeros_like(grad), None, None
+
+
+def _bytes(x: Tensor, each: int) -> Tensor:
+    """Memory that is taken but not touched."""
+    return torch.empty(len(x) * each, dtype=torch.uint8, device=x.device)
+
+
+@final
+class _HollowScore(EpsilonScore):
+    """A score that counts the images it is called with and takes the memory of another, but computes nothing.
+
+    plain, graph: the bytes an image that a call of the other one (holds, needs on the way), without and with a graph.
+    """
+
+    def __init__(self, score: ScoreModel, count: _Count, plain: tuple[int, int], graph: tuple[int, int]) -> None:
+        super().__init__(score.sde, score.size, getattr(score, "channels", None))
+        self.count, self.plain, self.graph = count, plain, graph
 
     def epsilon(self, x: Tensor, t: Tensor) -> Tensor:
-        self.counter.see(x)
-        return self.inner.epsilon(x, t)
-
-    def epsilon_step(self, x: Tensor, i: Tensor) -> Tensor:
-        self.counter.see(x)
-        return self.inner.epsilon_step(x, i)
-
-
-@final
-@dataclass(frozen=True)
-class _CountedCall:
-    """Any other score model, counted in the same way."""
-
-    score: ScoreModel
-    counter: _Counter
-
-    @property
-    def sde(self) -> Schedule:
-        return self.score.sde
-
-    @property
-    def size(self) -> int | None:
-        return self.score.size
-
-    def __call__(self, x: Tensor, t: Tensor) -> Tensor:
-        self.counter.see(x)
-        return self.score(x, t)
+        with_graph = torch.is_grad_enabled() and x.requires_grad
+        if with_graph:
+            self.count.graph += len(x)
+        else:
+            self.count.plain += len(x)
+        out: Tensor = _Bytes.apply(x, *(self.graph if with_graph else self.plain))  # type: ignore[no-untyped-call]
+        return out
 
 
-def counting(model: Model) -> tuple[Any, _Counter]:
-    """The same model whose score calls are counted; a model without a purifier of ours counts none."""
-    counter = _Counter()
-    if not isinstance(model, Defense):
-        return model, counter
-    old = model.purifier
-    score = old.score
-    counted = _CountedScore(score, counter) if isinstance(score, EpsilonScore) else _CountedCall(score, counter)
-    purifier = Purifier(counted, old.sampler, old.gradient, rounds=old.rounds, autocast=old.autocast)
-    return Defense(purifier, model.classifier), counter
+def _hollow(model: Defense, one: Tensor, gradient: bool) -> tuple[Defense, _Count]:
+    """The same defence around a hollow score, and its count."""
+    old, count = model.purifier, _Count()
+    plain = _score_bytes(old, one, gradient=False)
+    score = _HollowScore(old.score, count, plain, _score_bytes(old, one, gradient=True) if gradient else plain)
+    purifier = Purifier(score, old.sampler, old.gradient, rounds=old.rounds, autocast=old.autocast)
+    return Defense(purifier, model.classifier), count
+
+
+def _score_bytes(purifier: Purifier, one: Tensor, gradient: bool) -> tuple[int, int]:
+    """The bytes that one call of the score holds, in a graph if wanted, and those it needs for a while beside them."""
+    with (peak := _Peak(_tensors(purifier))):
+        x, out = _score(purifier, one, gradient)
+        held = peak.live if gradient else 0
+        _finish(x, out)
+    return held, peak.peak - held

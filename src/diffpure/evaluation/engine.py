@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -242,6 +242,3 @@ def _result(ray: Any, reference: Any) -> Done:
 def on_device(batch: Batch, device: torch.device) -> Batch:
     """The batch on a device."""
     return replace(batch, x=batch.x.to(device), y=batch.y.to(device))
-
-
-ENGINES: Final[dict[str, type[Local] | type[Ray]]] = {"local": Local, "ray": Ray}
