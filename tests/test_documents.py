@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
+from diffpure.evaluation.spec import ATTACKS, EvaluationSpec
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -27,6 +30,12 @@ def test_code_blocks_run(document):
     exec(PRELUDE, scope)
     for block in blocks:
         exec(compile(block, f"{document.name}: {block[:40]!r}", "exec"), scope)
+
+
+def test_the_page_on_evaluations_names_every_attack_and_key_of_a_spec():
+    text = (ROOT / "docs" / "evaluate.md").read_text()
+    assert [kind for kind in ATTACKS if f"`{kind}`" not in text] == []
+    assert [f.name for f in fields(EvaluationSpec) if not re.search(rf"\b{f.name}\b", text)] == []
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.stem)
