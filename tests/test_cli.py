@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -141,12 +142,14 @@ def test_the_demo_writes_a_report_a_picture_and_runs(cheap_world):
     assert all(file.read_bytes() == content for file, content in rows.items())  # read, not computed again
 
 
-def test_the_runs_of_the_demo_verify(cheap_world):
+def test_the_runs_of_the_demo_verify(cheap_world, monkeypatch):
     config = demonstration.DemoConfig(images=8, adaptive_images=2, iterations=2, draws=2, shown=2)
-    demo = demonstration.run_demo(config, cheap_world / "runs")
+    demo = demonstration.run_demo(config, Path("runs"))
+    (cheap_world / "elsewhere").mkdir()
+    monkeypatch.chdir(cheap_world / "elsewhere")  # a demo is checked from any folder
     assert [row.rate.total for row in demo.rows] == [8, 8, 8, 8, 2]
     for folder in demo.folders:
-        assert experiments.verify_run(folder).passed
+        assert experiments.verify_run(cheap_world / folder).passed
     bare, brought = demo.galleries[0], demo.galleries[2]
     assert np.array_equal(bare.pictures[1], brought.pictures[0])  # what was attacked is what is purified
 

@@ -127,10 +127,10 @@ def _spec(
 
 
 def _attacked(bare: tuple[Path, Result]) -> dict[str, str]:
-    """The adversarial images of a run of one batch, as a source of images."""
+    """The adversarial images of a run of one batch, as a source of images that is found from any folder."""
     folder, result = bare
     unit = Unit(result.seeds[0], result.attacks[0], 0, result.header["batch"])
-    return {"source": "file", "path": str(folder / IMAGES / unit.file)}
+    return {"source": "file", "path": str((folder / IMAGES / unit.file).resolve())}
 
 
 def _tell(progress: Progress, what: str) -> Callable[[Tick], None]:
