@@ -337,6 +337,16 @@ def test_the_time_that_is_left_follows_the_pace(monkeypatch):
     assert ticks[-1].left == pytest.approx(0, abs=1e-6)
 
 
+def test_a_part_of_a_run_ticks_to_its_own_end_and_the_rest_follows(tmp_path, reference):
+    ticks: list[Tick] = []
+    first = settle(tmp_path / "r", only=lambda unit: unit.attack == "pgd-ce" and unit.start < 2, progress=ticks.append)
+    assert [row.key for row in first.rows] == [(0, 0, "pgd-ce"), (0, 1, "pgd-ce")]
+    assert not first.complete
+    assert ticks[-1].share == 1
+    assert ticks[-1].left == 0
+    assert timeless(settle(tmp_path / "r").rows) == timeless(reference.rows)
+
+
 def test_the_folder_of_another_run(tmp_path):
     settle(tmp_path / "r", seeds=[0])
     before = (tmp_path / "r" / "rows.jsonl").read_bytes()

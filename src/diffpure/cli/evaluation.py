@@ -165,8 +165,8 @@ def attack(
     They are those that `diffpure evaluate` finds, and it goes on from them.
     """
     use_threads(threads)
-    from diffpure.evaluation.engine import Local, Part
     from diffpure.evaluation.store import IMAGES
+    from diffpure.evaluation.units import Unit
     from diffpure.experiments.run import run, run_folder
 
     wanted = read_spec(spec)
@@ -176,9 +176,12 @@ def attack(
     chosen, folder = attacks[0] if name is None else name, run_folder(wanted, out)
     if chosen not in attacks:
         raise unknown("attack", chosen, attacks)
-    part = Part(Local(), chosen, images)
+
+    def part(unit: Unit) -> bool:
+        return unit.attack == chosen and unit.start < images
+
     with _stoppable(folder), _RunBar() as bar:
-        result = run(wanted, folder, engine=part, memory=_bytes(memory), progress=bar, build=_build(device))
+        result = run(wanted, folder, only=part, memory=_bytes(memory), progress=bar, build=_build(device))
     rows = [row for row in result.rows if row.attack == chosen]
     broken = sum(row.broken for row in rows)
     _say(f"{len(rows)} images under {chosen}, {broken} broken by its own count: {folder / IMAGES}")

@@ -49,7 +49,7 @@ class Work:
 
 
 class Engine(Protocol):
-    """Computes units and yields what they found as they are done; units that it leaves out, a later run does."""
+    """Computes units and yields what they found as they are done."""
 
     @property
     def device(self) -> str | None:
@@ -94,26 +94,6 @@ class Local:
         if latest is None:
             on_step(unit, 1, 1)  # nothing was attacked
         return done
-
-
-@final
-@dataclass(frozen=True)
-class Part:
-    """Only one attack on the first images (the batches that hold them), by another engine."""
-
-    engine: Engine
-    attack: str
-    images: int
-
-    @property
-    def device(self) -> str | None:
-        """Where the other engine computes."""
-        return self.engine.device
-
-    def run(self, work: Work, on_step: Step) -> Iterator[Done]:
-        """The results of the units that were chosen."""
-        chosen = [unit for unit in work.units if unit.attack == self.attack and unit.start < self.images]
-        return self.engine.run(replace(work, units=chosen), on_step)
 
 
 @final

@@ -42,8 +42,8 @@ _ASKED: Final = 16  # images whose cross-entropy is looked at
 @final
 @dataclass(frozen=True)
 class Tick:
-    """Where a run is: rows written of all, the share of the work done, the seconds that are left (by the calibration
-    at first, then by the pace of the run itself), and the attack under way with its step."""
+    """Where a run is: rows written of all, the share of the chosen work done, the seconds that are left of it (by the
+    calibration at first, then by the pace of the run itself), and the attack under way with its step."""
 
     rows: int
     total: int
@@ -57,6 +57,7 @@ class Tick:
 
 
 Progress = Callable[[Tick], None]
+Choice = Callable[[Unit], bool]
 
 
 def evaluate(
@@ -74,6 +75,7 @@ def evaluate(
     memory: int | None = None,
     places: Sequence[int] | None = None,
     probe: int = 0,
+    only: Choice | None = None,
     out: str | Path | None = None,
     engine: Engine | None = None,
     progress: Progress | None = None,
@@ -88,15 +90,15 @@ def evaluate(
     eot: draws for every attack that takes them.   rules: when an image counts as right.   seeds: repeat it all.
     batch: images attacked together.   rows: images in one call of the model, else chosen to fit `memory` bytes (half
     of what is free).   places: the images' places in their data, which name their noise.   probe: on how many images
-    the checks attack again, harder.   engine: `Local()` or `Ray(...)`.   A run that goes on keeps its `rows` and its
-    number of threads, as both decide how sums round.
+    the checks attack again, harder.   only: which units to do now; a later call does the rest.   engine: `Local()` or
+    `Ray(...)`.   A run that goes on keeps its `rows` and its number of threads, as both decide how sums round.
     """
     ready = prepare(
         model, images, labels, threat, attacks, eot=eot, rules=rules, seeds=seeds, batch=batch, rows=rows,
         memory=memory, places=places, name=name, spec=spec,
     )  # fmt: skip
     engine = Local() if engine is None else engine
-    ready = ready.on(engine.device)
+    ready = replace(ready.on(engine.device), only=only)
     if on_estimate is not None:
         on_estimate(ready.estimate)
     if out is None:
@@ -131,6 +133,7 @@ class Ready:
     labels: Tensor
     header: dict[str, Any]
     calibration: Calibration
+    only: Choice | None = None
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -139,12 +142,13 @@ class Ready:
 
     @property
     def units(self) -> list[Unit]:
-        """All units of the run."""
-        return plan(len(self.images), self.header["batch"], tuple(self.job.attacks), self.header["seeds"])
+        """The units of the run, or those of them that were chosen."""
+        units = plan(len(self.images), self.header["batch"], tuple(self.job.attacks), self.header["seeds"])
+        return units if self.only is None else [unit for unit in units if self.only(unit)]
 
     @property
     def estimate(self) -> Estimate:
-        """What the whole run costs."""
+        """What all of that costs."""
         return estimate(self.job, self.calibration, self.units)
 
     def on(self, device: str | None) -> Ready:

@@ -23,7 +23,7 @@ from diffpure.data import cifar10, samples
 from diffpure.errors import InputError, unknown
 from diffpure.evaluation.engine import Engine
 from diffpure.evaluation.estimate import Estimate
-from diffpure.evaluation.evaluate import Progress, Ready, evaluate, prepare
+from diffpure.evaluation.evaluate import Choice, Progress, Ready, evaluate, prepare
 from diffpure.evaluation.results import Result, read_rows
 from diffpure.evaluation.spec import DataSpec, EvaluationSpec, ModelSpec
 from diffpure.evaluation.verify import Verification, verify
@@ -119,6 +119,7 @@ def run(
     *,
     engine: Engine | None = None,
     memory: int | None = None,
+    only: Choice | None = None,
     progress: Progress | None = None,
     on_estimate: Callable[[Estimate], None] | None = None,
     build: Build = build,
@@ -134,6 +135,7 @@ def run(
         **_settings(spec),
         memory=memory,
         probe=spec.probe,
+        only=only,
         out=folder,
         engine=engine,
         progress=progress,
