@@ -28,7 +28,6 @@ LAYERS = (
     "theory",
     "advice",
     "audit",
-    "purifiers",
     "threats",
     "attacks",
     "adapters",
@@ -38,11 +37,9 @@ LAYERS = (
     "training",
     "experiments",
     "report",
-    "ui",
-    "serve",
     "cli",
 )
-FORBIDDEN = {"attacks": {"purify", "samplers", "gradients", "paths", "purifiers"}, "report": {"torch"}}
+FORBIDDEN = {"attacks": {"purify", "samplers", "gradients", "paths"}, "report": {"torch"}}
 
 
 def layer_of(module: str) -> str:
