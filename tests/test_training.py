@@ -414,6 +414,8 @@ def test_the_command_trains_on_purified_images(command):
         ("--adversary pgd --beta 6", "trades"),
         ("--adversary pgd --eps 8/0", "8/255 is wanted"),
         ("--adversary pgd --norm l3", "threat 'l3'"),
+        ("--adversary pgd --step-size 0", "a positive size"),
+        ("--adversary trades --beta 0", "β of TRADES is positive"),
         ("--purify 0", r"t\* is a time"),
     ],
 )

@@ -39,6 +39,8 @@ class Adversary:
     def __post_init__(self) -> None:
         if self.iterations < 1:
             raise InputError(f"An adversary makes at least one move, got {self.iterations}.")
+        if self.step_size is not None and self.step_size <= 0:
+            raise InputError(f"A move of an adversary has a positive size, got {self.step_size}.")
         if self.trades is not None and self.trades <= 0:
             raise InputError(f"β of TRADES is positive, got {self.trades}.")
 
