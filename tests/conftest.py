@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+os.environ.pop("COLUMNS", None)  # a console that is made while it is set keeps that width; tests set their own
 torch.set_num_threads(1)  # pytest-xdist runs one worker a core; more threads than cores spin
 
 

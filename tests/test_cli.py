@@ -101,7 +101,8 @@ def test_the_example_in_the_help_works_as_typed(command, cheap_world):
         assert json.loads(found.output)["import to first purified image"].endswith(" s")
 
 
-def test_the_shell_completes_commands():
+def test_the_shell_completes_commands(monkeypatch):
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # no shell need be around the tests
     script = runner.invoke(cli.app, ["--show-completion", "bash"], prog_name="diffpure")
     assert script.exit_code == 0
     assert "complete -o default -F _diffpure_completion diffpure" in script.output
