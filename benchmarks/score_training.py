@@ -53,7 +53,7 @@ def trained(name: str, config: ScoreConfig, training: Images, folder: Path) -> E
     """The network with the averaged weights of its run, which is begun, continued or found finished in `folder`."""
     torch.manual_seed(config.seed)
     model = NETWORKS[name]()
-    own = folder / f"{name}-{config.rate:g}-{config.examples}"
+    own = folder / f"{name}-{config.rate:g}-{config.decay:g}-{config.examples}"
     console = Console(stderr=True)
     console.print(own.name, highlight=False)
     state = train_score(model, training[:-HELD_OUT], config, training[-HELD_OUT:], own, console)
@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=60_000, help="images that each network sees")
     parser.add_argument("--pilot", type=int, default=6_000, help="images to choose the learning rate with")
     parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 1e-3, 2e-3])
+    parser.add_argument("--decay", type=float, default=0.99, help="of the average: a short run must forget its start")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15, help="of the timing")
@@ -91,7 +92,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     training, test = load("train"), load("test")
     test = test[held_out(500)]
-    config = ScoreConfig(examples=options.examples, threads=options.threads)
+    config = ScoreConfig(examples=options.examples, decay=options.decay, threads=options.threads)
     report, models = {}, {}
     for name in options.networks:
         pilots = {}
@@ -109,7 +110,13 @@ def main() -> None:
         }
     for name, times in milliseconds(models, options.rounds).items():
         report[name]["milliseconds_an_image"] = times
-    about = {"examples": options.examples, "pilot": options.pilot, "seed": config.seed, "test_images": len(test)}
+    about = {
+        "examples": options.examples,
+        "pilot": options.pilot,
+        "decay": options.decay,
+        "seed": config.seed,
+        "test_images": len(test),
+    }
     write_whole(options.out, json.dumps({**about, "networks": report}, indent=1).encode())
     print(table(report, options.examples))
 
