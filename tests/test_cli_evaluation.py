@@ -73,6 +73,12 @@ def test_evaluate_then_verify_then_report(spec, tmp_path):
     assert caught.exit_code == 1
     assert "edited" in caught.output
     assert f"{honest}: 8 rows" in caught.output  # one bad run does not hide the next
+    nothing = tmp_path / "nothing"
+    nothing.mkdir()
+    mixed = invoke("verify", nothing, honest)
+    assert mixed.exit_code == 1
+    assert f"{nothing}: " in mixed.output
+    assert f"{honest}: 8 rows" in mixed.output
 
 
 def rows_without_times(folder):

@@ -193,6 +193,15 @@ def test_warnings_of_the_checks(reference):
     assert any("survived an attack without a budget" in text for text in found.warnings)
 
 
+def test_what_was_not_tried_is_said():
+    model = Linear()
+    x, y = line_up(model, [0.2, -0.2])
+    attack = PGD(iterations=1)
+    for attacks, probe, said in (([attack], 0, True), ([attack], 2, False), ([], 0, False)):
+        found = evaluate(model, x, y, Linf(0.15), attacks, probe=probe)
+        assert any(text.startswith("Not tried: whether more draws") for text in found.warnings) == said
+
+
 def test_every_result_says_where_the_cross_entropy_saturates():
     steep = Linear()
     x, y = line_up(steep, [0.2, 0.3])

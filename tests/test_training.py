@@ -92,9 +92,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 PURIFY = {t: Purifier(GaussianScore(), OneShot(t)) for t in (0.1, 0.2)}
 
 
-def train_briefly(folder: Path, **changes: Any) -> None:
-    """Two steps of a linear classifier on four black images."""
-    images = Images(torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.arange(4) % 2)
+def train_briefly(folder: Path, shade: int = 0, **changes: Any) -> None:
+    """Two steps of a linear classifier on four images of one shade."""
+    images = Images(torch.full((4, 3, 8, 8), shade, dtype=torch.uint8), torch.arange(4) % 2)
     options = {"epochs": 1, "batch": 2, "translate": 0, "rate": 0.1, "purify": PURIFY[0.1], "threads": 1, **changes}
     train_classifier(nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), images, ClassifierConfig(**options), folder)
 
@@ -108,6 +108,12 @@ def test_a_training_goes_on_with_its_own_options_only(tmp_path, changes):
     train_briefly(tmp_path)
     with pytest.raises(InputError, match=f"begun with another {next(iter(changes))}; give the same options"):
         train_briefly(tmp_path, **changes)
+
+
+def test_a_training_goes_on_with_its_own_data_only(tmp_path):
+    train_briefly(tmp_path)
+    with pytest.raises(InputError, match="begun with another data; give the same"):
+        train_briefly(tmp_path, shade=9)
 
 
 def test_a_training_goes_on_in_another_manner_and_from_an_older_checkpoint(tmp_path):

@@ -141,8 +141,15 @@ def verify(
 
     build, passed = _build(device), True
     for run in runs:
-        with Bars() as bars:
-            found = verify_run(run, build=build, progress=partial(bars, run.name))
+        try:
+            with Bars() as bars:
+                found = verify_run(run, build=build, progress=partial(bars, run.name))
+        except InputError as error:
+            if len(runs) == 1:
+                raise
+            _say(f"{run}: {error}")  # one folder that holds no run must not hide what is wrong with the others
+            passed = False
+            continue
         _say(f"{run}: {found}")
         passed = passed and found.passed
     if not passed:

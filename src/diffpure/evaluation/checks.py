@@ -116,6 +116,16 @@ def attacked_as_deterministic(random: bool, draws: int) -> str | None:
     return "The defence is random, but was attacked with one draw a look: use EOT with 10 draws or more."
 
 
+def not_probed(attacks: int, probe: int) -> str | None:
+    """What was not asked cannot be doubted: say so."""
+    if probe or not attacks:
+        return None
+    return (
+        "Not tried: whether more draws, more iterations or an unlimited budget break more images, and whether an audit "
+        "confirms the gradient; `probe` = 8 images tries."
+    )
+
+
 # -------------------------------------------------------------------------------------------- questions to a model
 
 

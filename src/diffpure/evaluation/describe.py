@@ -59,11 +59,12 @@ def digest(tensors: Sequence[Tensor]) -> str:
 
 
 def brief(value: object) -> str:
-    """A dataclass with those of its fields that are not the default."""
+    """A dataclass with those of its fields that are not the default, and with t*, which nobody wants to look up."""
     if not is_dataclass(value) or isinstance(value, type):
         return stable(value)
-    values = {f.name: (getattr(value, f.name), f.default) for f in fields(value)}
-    shown = [f"{name}={_short(now)}" for name, (now, default) in values.items() if default is MISSING or now != default]
+    now = {f.name: getattr(value, f.name) for f in fields(value)}
+    usual = {f.name for f in fields(value) if f.default is not MISSING and now[f.name] == f.default} - {"t_star"}
+    shown = (f"{name}={_short(now[name])}" for name in now if name not in usual)
     return f"{type(value).__name__}({', '.join(shown)})"
 
 

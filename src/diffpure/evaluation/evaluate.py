@@ -327,6 +327,7 @@ def _doubts(ready: Ready, rows: Sequence[Row], probe: int) -> tuple[str, ...]:
         *_deterministic(job),
         *_black_box(job, rows),
         checks.saturated_cross_entropy(model, images[:_ASKED], labels[:_ASKED]) if job.attacks else None,
+        checks.not_probed(len(job.attacks), probe),
     ]
     if probe:
         x, y = images[:probe], labels[:probe]

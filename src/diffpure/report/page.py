@@ -105,11 +105,9 @@ def _warnings(runs: Sequence[Run]) -> str:
 
 def _about(run: Run) -> str:
     """What was evaluated, in a line; a threat and a gradient belong to attacks."""
-    header, seeds, t_star = run.result.header, run.result.seeds, run.setting("t*")
+    header, seeds = run.result.header, run.result.seeds
     model = header["model"]
     words = [model["title"], f"{len(header['images'])} images"]
-    if t_star is not None and "t_star=" not in model["title"]:  # the title leaves out what is the sampler's default
-        words.insert(1, f"t* = {t_star:g}")
     if run.result.attacks:
         words += [
             header["threat"],

@@ -84,7 +84,7 @@ def train_classifier(
         checkpoint_seconds=config.checkpoint_seconds,
         threads=config.threads,
         precision=config.precision,
-        options=options_of(config),
+        options=options_of(config, images),
     )
     return train(model, OPTIMISERS[config.optimiser](model, config), batch, loss, triangular(), run, console=console)
 

@@ -31,9 +31,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
+from diffpure.data.cifar10 import Images
 from diffpure.disk import write_whole
 from diffpure.errors import InputError
-from diffpure.evaluation.describe import stable
+from diffpure.evaluation.describe import digest, stable
 from diffpure.sde import mix
 from diffpure.training.precision import DTYPES, check, settle
 
@@ -66,9 +67,10 @@ class Run:
         check(self.precision)
 
 
-def options_of(config: Any) -> dict[str, str]:
-    """The fields of a configuration that decide where a training goes, each in words."""
-    return {f.name: stable(getattr(config, f.name)) for f in fields(config) if f.name not in MANNER}
+def options_of(config: Any, images: Images) -> dict[str, str]:
+    """What decides where a training goes: the fields of its configuration, each in words, and a hash of its data."""
+    chosen = {f.name: stable(getattr(config, f.name)) for f in fields(config) if f.name not in MANNER}
+    return {**chosen, "data": digest([images.pixels, images.labels])}
 
 
 def generator(seed: int, step: int, purpose: int = 0) -> torch.Generator:
@@ -280,7 +282,9 @@ def restore(
     state: dict[str, Any] = torch.load(file, weights_only=True)
     recorded = state.get("options", {})  # older checkpoints have none
     if differing := [name for name in options if recorded.get(name, options[name]) != options[name]]:
-        raise InputError(f"{file} was begun with another {differing[0]}; give the same options or another folder.")
+        raise InputError(
+            f"{file} was begun with another {differing[0]}; give the same options and data, or another folder."
+        )
     try:
         model.load_state_dict(state["model"])
         optimiser.load_state_dict(state["optimiser"])

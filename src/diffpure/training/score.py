@@ -97,7 +97,7 @@ def train_score(
         checkpoint_seconds=config.checkpoint_seconds,
         threads=config.threads,
         precision=config.precision,
-        options=options_of(config),
+        options=options_of(config, images),
     )
     optimiser = torch.optim.Adam(model.parameters(), lr=config.rate, betas=(0.9, 0.99))
     batch = partial(_draw, images, config)
