@@ -10,7 +10,7 @@ from diffpure.attacks import APGD, EOT, FAB, PGD, Square, Suite, Transfer, TwoSt
 from diffpure.evaluation import checks
 from diffpure.samplers import ReverseSDE
 from diffpure.threats import L2, Linf
-from test_attacks import Linear, Noisy, problem
+from victims import Linear, Noisy, problem
 
 T, F = True, False
 

@@ -15,8 +15,8 @@ from diffpure.gradients import GRADIENT_MODES, Exact, Surrogate
 from diffpure.purify import Defense, Purifier
 from diffpure.samplers import Ancestral, FewStep, Langevin, OneShot, ProbabilityFlow, ReverseSDE
 from diffpure.scores.base import EpsilonScore
+from evaluations import THREAT, defense, problem, spec_of, tiny_world
 from problems import images, tiny_classifier, tiny_unet
-from test_evaluation import THREAT, defense, problem, spec_of, tiny_world
 
 
 def test_calibration_counts_calls_and_bytes():

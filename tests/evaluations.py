@@ -1,0 +1,82 @@
+"""A small evaluation, a model with a known answer, and the small world of a spec, for the tests of evaluations."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from diffpure.attacks import APGD, EOT, PGD, Attack, Square
+from diffpure.evaluation.evaluate import evaluate
+from diffpure.evaluation.results import Result, Row
+from diffpure.evaluation.spec import EvaluationSpec
+from diffpure.experiments.run import World, load_images
+from diffpure.purify import Defense, Purifier
+from diffpure.samplers import ReverseSDE
+from diffpure.threats import Linf
+from problems import images, tiny_classifier, tiny_unet
+
+RULES = ("one-shot", "average of 3", "worst of 4", "majority of 3")
+COUNT, BATCH = 5, 2  # three batches, the last one partial
+THREAT = Linf(8 / 255)
+
+
+class Linear(nn.Module):
+    """Two classes, logits ±(⟨w, x⟩ - c): under ℓ∞ the margin falls by exactly 2 ε ‖w‖₁ and no more."""
+
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        w = torch.linspace(-1, 1, 3 * size * size).reshape(3, size, size)
+        self.w = nn.Parameter(w, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = ((x - 0.5) * self.w).flatten(1).sum(1)
+        return torch.stack([-z, z], 1)
+
+
+def line_up(model: Linear, distances: list[float]) -> tuple[Tensor, Tensor]:
+    """Images whose signed margins ⟨w, x - ½⟩/‖w‖₁ are these distances, and their true labels."""
+    along = model.w.sign() / 1.0
+    x = 0.5 + torch.tensor(distances)[:, None, None, None] * along
+    return x, (torch.tensor(distances) > 0).long()
+
+
+def defense() -> Defense:
+    return Defense(Purifier(tiny_unet(8), ReverseSDE(t_star=0.05, steps=3)), tiny_classifier())
+
+
+def attacks() -> tuple[Attack, ...]:
+    return PGD(iterations=2, eot=EOT(2)), APGD(iterations=2, loss="dlr", eot=EOT(2)), Square(queries=3)
+
+
+@functools.cache
+def problem(count: int = COUNT) -> tuple[Tensor, Tensor]:
+    x = images(count)
+    return x, defense()(x, seeds=range(count)).argmax(1)
+
+
+def settle(out: Path | None = None, **changes: object) -> Result:
+    x, y = problem()
+    options = {"rules": RULES, "batch": BATCH, "rows": 8, "out": out, **changes}
+    return evaluate(defense(), x, y, THREAT, attacks(), **options)  # type: ignore[arg-type]
+
+
+def timeless(rows: tuple[Row, ...] | list[Row]) -> list[Row]:
+    return [replace(row, seconds=0.0) for row in rows]
+
+
+def spec_of(**changes: object) -> EvaluationSpec:
+    return EvaluationSpec.of({"model": {"classifier": "cifar10-resnet"}, **changes})
+
+
+def tiny_world(spec: EvaluationSpec) -> World:
+    """The spec's own images, cut small, with small networks for the ones it names."""
+    x, y = load_images(spec.data)
+    x, y = x[:, :, 8:16, 8:16].contiguous(), y % 5
+    if spec.model.score is None:
+        return World(tiny_classifier(), x, y)
+    purifier = Purifier(tiny_unet(8), spec.model.make_sampler(), spec.model.gradient, rounds=spec.model.rounds)
+    return World(Defense(purifier, tiny_classifier()), x, y)
