@@ -17,7 +17,6 @@ import io
 import json
 import time
 from collections.abc import Callable
-from dataclasses import MISSING, fields
 from pathlib import Path
 
 import torch
@@ -28,6 +27,7 @@ from diffpure.attacks import Suite
 from diffpure.classifiers.load import load_classifier
 from diffpure.data import cifar10, samples
 from diffpure.disk import home, write_whole
+from diffpure.evaluation.describe import brief
 from diffpure.evaluation.results import Rate
 from diffpure.samplers import DDIM, Ancestral, FewStep, OneShot, ProbabilityFlow, ReverseSDE, Sampler
 from diffpure.threats import Linf
@@ -49,12 +49,6 @@ def held_out(images: int) -> Tensor:
     """The places of the first test images that are not embedded samples, (images,)."""
     embedded = set(samples.places().tolist())
     return torch.tensor([place for place in range(10_000) if place not in embedded][:images])
-
-
-def label(sampler: Sampler) -> str:
-    """The sampler as a card writes it: t* and what is not the default."""
-    told = [f for f in fields(sampler) if f.name == "t_star" or getattr(sampler, f.name) not in (f.default, MISSING)]
-    return f"{type(sampler).__name__}({', '.join(f'{f.name}={getattr(sampler, f.name)!r}' for f in told)})"
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -135,7 +129,7 @@ def main() -> None:
             sampler = SAMPLERS[name](t_star)
             defence = dp.Defense(dp.Purifier(score, sampler), classifier)
             for view in options.on:
-                key = label(sampler) + ("" if view == "clean" else f" on {view}")
+                key = brief(sampler) + ("" if view == "clean" else f" on {view}")
                 rates[key] = rate(behind(key, defence, views[view], places), y)
                 print(line(key, rates[key]), flush=True)
     print(f"\n[{options.score}.purified]")

@@ -152,3 +152,12 @@ def _step(path: Path, i: int, x: float, unit: int | None) -> float:
 
     assert isinstance(path, GridPath | ChainPath)
     return replace(path, noise=noise).step(_number(x), i).item()
+
+
+def shaken(model: nn.Module) -> nn.Module:
+    """The model with weights none of which is zero, so that every branch speaks."""
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=random))
+    return model

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,11 @@ from diffpure.attacks import APGD, EOT, PGD
 from diffpure.errors import InputError
 from diffpure.evaluation.engine import Engine, Local, Ray
 from diffpure.evaluation.evaluate import evaluate
-from diffpure.evaluation.results import Result, Row, read_rows
+from diffpure.evaluation.results import Result, read_rows
 from diffpure.purify import Defense, Purifier
 from diffpure.samplers import ReverseSDE
 from diffpure.threats import Linf
+from evaluations import timeless
 from problems import images, tiny_classifier, tiny_unet
 
 ray = pytest.importorskip("ray", reason="Ray is an optional extra")
@@ -35,10 +35,6 @@ def settle(out: Path, engine: Engine) -> Result:
     return evaluate(
         model, x, y, Linf(8 / 255), attacks, rules=["one-shot", "average of 3"], batch=2, rows=8, out=out, engine=engine
     )
-
-
-def timeless(rows: tuple[Row, ...]) -> list[Row]:
-    return [replace(row, seconds=0.0) for row in rows]
 
 
 def parent(pid: int) -> int:

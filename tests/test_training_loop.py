@@ -28,7 +28,7 @@ from diffpure.training.adversarial import FAST_LINF
 from diffpure.training.classifier import ClassifierConfig, train_classifier
 from diffpure.training.loop import Run, Workers, batch_indices, cosine, generator, train, triangular
 from diffpure.training.precision import bfloat16_speedup, settle
-from test_small import shaken
+from problems import shaken
 
 
 def toy() -> tuple[nn.Module, torch.optim.Optimizer]:
