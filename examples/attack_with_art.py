@@ -1,4 +1,7 @@
-"""Attack a defence with ART's PGD on digits behind a diffusion: the purifier is a preprocessor of ART's classifier."""
+"""Attack a defence with ART's PGD on digits behind a diffusion.
+
+The purifier is a preprocessor of ART's classifier, or the whole defence, averaged over draws, its model.
+"""
 
 import torch
 from art.attacks.evasion import ProjectedGradientDescent
@@ -22,12 +25,18 @@ for _ in range(150):  # on noisy digits: a purified image is never quite clean
 
 score = dp.GaussianScore(mean=2 * x.mean().item() - 1, variance=4 * x.var().item())  # the simplest model of a digit
 purifier = dp.Purifier(score, dp.ReverseSDE(t_star=0.1, dt=0.02))
-judge = Averaged(dp.Defense(purifier, classifier), 20)
+defence = dp.Defense(purifier, classifier)
+judge = Averaged(defence, 20)
+targets = {
+    "the bare classifier": (classifier, []),
+    "the defence, one draw a step": (classifier, [art_preprocessor(purifier)]),
+    "the defence, eight draws a step": (Averaged(defence, 8), []),
+}
 
 x, y = x[1500:1564], y[1500:1564]
-for name, defences in {"the bare classifier": [], "the defence, one draw a step": [art_preprocessor(purifier)]}.items():
+for name, (model, defences) in targets.items():
     target = PyTorchClassifier(
-        classifier, nn.CrossEntropyLoss(), (1, 8, 8), 10, clip_values=(0.0, 1.0),
+        model, nn.CrossEntropyLoss(), (1, 8, 8), 10, clip_values=(0.0, 1.0),
         preprocessing_defences=defences, device_type="cpu",
     )  # fmt: skip
     attack = ProjectedGradientDescent(target, eps=0.15, eps_step=0.02, max_iter=20, verbose=False)
