@@ -34,7 +34,8 @@ def defence(sampler: str, options: argparse.Namespace) -> dp.Defense:
     equation = SAMPLERS[sampler](
         t_star=options.t_star, steps=options.steps, spacing="root_sigma", end=1e-3, denoise=True
     )
-    return dp.Defense(dp.Purifier(dp.load_score("cifar10-small"), equation), dp.load_classifier("cifar10-resnet"))
+    purifier = dp.Purifier(dp.load_score("cifar10-small"), equation, dp.Exact(memory=None))
+    return dp.Defense(purifier, dp.load_classifier("cifar10-resnet"))
 
 
 def judged(name: str, model: dp.Defense, attack: Attack | None, options: argparse.Namespace) -> list[bool]:

@@ -2,9 +2,9 @@
 
     python benchmarks/score_time.py [--rounds 15] [--batches 1 8 32] [--threads 1]
 
-The UNet has the shape of google/ddpm-cifar10-32, the usual diffusers network for these images, at a quarter of its
-width: 2.25 million parameters against 2.16. Both are frozen, channels-last and called as a purifier calls them,
-score(x, t), and with the gradient of the input as an attack asks for; medians of runs taken in turn.
+The UNet has the shape of google/ddpm-cifar10-32, the usual diffusers network for these images, narrowed to 24, 40, 48
+and 48 channels: 1.15 million parameters against 1.12. Both are frozen, channels-last and called as a purifier calls
+them, score(x, t), and with the gradient of the input as an attack asks for; medians of runs taken in turn.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     models = {
         "ours": load_score("cifar10-small"),
-        "diffusers": frozen(HFScore(unet2d(unet(32, [32, 64, 64, 64], 2, 1)), size=32)),
+        "diffusers": frozen(HFScore(unet2d(unet(32, [24, 40, 48, 48], 2, 1, norm_num_groups=8)), size=32)),
     }
     for name, model in models.items():
         work = multiply_adds(model, torch.zeros(1, 3, 32, 32), torch.tensor([0.1]))

@@ -2,10 +2,10 @@
 
     python benchmarks/score_training.py [--examples 60000] [--pilot 6000] [--threads 2] [--out scores.json]
 
-    ours    SmallUNet: 2×2 pixels folded into channels, preconditioned, conditioned on the noise level
+    ours    SmallUNet: one block a level, skips added, preconditioned, conditioned on the noise level
     ddpm    diffusers' UNet2DModel in the shape of google/ddpm-cifar10-32 (ε-prediction, time embedding, attention at
             16×16) at an eighth of its width, which is where its multiply-adds equal ours
-    wide    UNet2DModel with one block a level and widths that grow downwards: our multiply-adds and our parameters
+    wide    UNet2DModel with one block a level and widths that grow downwards: our multiply-adds, twice our parameters
 
 All see the same images in the same order with the same times and noise, the same loss, optimiser, schedule, clipping
 and average (`train_score`). The learning rate is each network's own: each of --rates is tried for --pilot images, and

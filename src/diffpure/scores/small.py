@@ -1,7 +1,11 @@
-"""A small UNet for 32×32 images whose score a laptop can compute: about 115 million multiply-adds a call.
+"""A small UNet for 32×32 images whose score a laptop can compute: about 119 million multiply-adds a call.
 
-The door folds 2×2 pixels into channels, so the widest maps are 16×16; below are 8×8, with one attention block, and
-4×4. With σ(t) = std(t)/√α(t) and z = x/√α = x₀ + σ ε, the network F sees an input of unit variance and the log
+One residual block a resolution on the way down and one on the way up, with one attention at 8×8; skips are added, not
+concatenated, which halves what the convolutions behind them cost. Most multiply-adds are spent at full resolution: of
+networks of equal cost, the more they spend there, the less they err (ε-error at t = 0.1 after the same 16,000 images:
+0.156 with 2×2 pixels folded into channels at the door, 0.142, 0.134 and 0.125 with 24, 32 and 40 channels at 32×32).
+
+With σ(t) = std(t)/√α(t) and z = x/√α = x₀ + σ ε, the network F sees an input of unit variance and the log
 signal-to-noise ratio λ, and the denoised image is preconditioned as in EDM (Karras et al. 2022, σ_d = ½),
 
     D(z) = σ_d²/(σ²+σ_d²) z + σ σ_d/√(σ²+σ_d²) F(z/√(σ²+σ_d²), λ),
@@ -33,32 +37,33 @@ M = TypeVar("M", bound=nn.Module)
 
 @final
 class SmallUNet(EpsilonScore):
-    """ε̂(x, t) for images x (B, 3, S, S) in [-1, 1]; `widths` are the channels at S/2, S/4, …"""
+    """ε̂(x, t) for images x (B, 3, S, S) in [-1, 1]; `widths` are the channels at S, S/2, S/4, …"""
 
     def __init__(
         self,
-        widths: Sequence[int] = (64, 112, 192),
+        widths: Sequence[int] = (40, 56, 64, 128),
         embedding: int = 256,
         channels: int = 3,
         size: int = 32,
         sde: Schedule = VPSDE(),
     ) -> None:
         super().__init__(sde, size, channels)
-        if len(widths) < 2 or any(width % _GROUP for width in widths) or size % 2 ** len(widths):
-            raise InputError(f"Two widths or more are multiples of {_GROUP}, and 2 to their number divides the size.")
+        if len(widths) < 2 or any(width % _GROUP for width in widths) or size % 2 ** (len(widths) - 1):
+            raise InputError(
+                f"Two widths or more are multiples of {_GROUP}, and the size can be halved from each to the next."
+            )
         first, last = widths[0], widths[-1]
         pairs = list(pairwise(widths))
         self.embed = _LevelEmbedding(embedding)
-        self.door = nn.Conv2d(4 * channels, first, 3, padding=1)
+        self.door = nn.Conv2d(channels, first, 3, padding=1)
         self.down = nn.ModuleList(_Block(width, embedding) for width in widths[:-1])
         self.shrink = nn.ModuleList(nn.Conv2d(a, b, 3, stride=2, padding=1) for a, b in pairs)
         self.middle = _Block(last, embedding)
         self.grow = nn.ModuleList(nn.Conv2d(b, 4 * a, 1) for a, b in pairs)
         self.up = nn.ModuleList(_Block(width, embedding) for width in widths[:-1])
         self.attention = _Attention(widths[-2])
-        self.finish = _Block(first, embedding)
         self.norm = nn.GroupNorm(first // _GROUP, first)
-        self.exit = _zero(nn.Conv2d(first, 4 * channels, 3, padding=1))
+        self.exit = _zero(nn.Conv2d(first, channels, 3, padding=1))
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def epsilon(self, x: Tensor, t: Tensor) -> Tensor:
@@ -71,7 +76,7 @@ class SmallUNet(EpsilonScore):
     def network(self, x: Tensor, level: Tensor) -> Tensor:
         """F: the bare UNet on x (B, C, S, S) of unit variance at log signal-to-noise ratios `level` (B,)."""
         level = self.embed(level.to(x.dtype).expand(len(x)))
-        h = self.door(F.pixel_unshuffle(x, 2).contiguous(memory_format=torch.channels_last))
+        h = self.door(x.contiguous(memory_format=torch.channels_last))
         skips = []
         for block, shrink in zip(self.down, self.shrink, strict=True):
             h = block(h, level)
@@ -84,8 +89,8 @@ class SmallUNet(EpsilonScore):
             if depth == len(self.up) - 1:
                 h = self.attention(h)
             h = self.up[depth](h, level)
-        h = self.finish(h, level)
-        return F.pixel_shuffle(self.exit(F.silu(self.norm(h))), 2)
+        out: Tensor = self.exit(F.silu(self.norm(h)))
+        return out
 
 
 class _LevelEmbedding(nn.Module):
@@ -128,7 +133,7 @@ class _Block(nn.Module):
 class _Attention(nn.Module):
     """Every place looks at every other: one residual self-attention."""
 
-    def __init__(self, width: int, head: int = 56) -> None:
+    def __init__(self, width: int, head: int = 32) -> None:
         super().__init__()
         self.heads = max(1, width // head)
         if width % self.heads:

@@ -42,7 +42,7 @@ class ScoreConfig:
 
     examples: int = 544_000  # images seen in all, mirrored ones included
     batch: int = 64
-    rate: float = 2e-3
+    rate: float = 3e-3
     clip: float = 1.0
     decay: float = 0.999
     t_max: float = 0.3
