@@ -1,7 +1,4 @@
-"""Attack a defence with ART's PGD on digits behind a diffusion.
-
-The purifier is a preprocessor of ART's classifier, or the whole defence, averaged over draws, its model.
-"""
+"""Attack digits behind a diffusion with ART's PGD: the purifier as preprocessor, the averaged defence as model."""
 
 import torch
 from art.attacks.evasion import ProjectedGradientDescent
@@ -35,10 +32,8 @@ targets = {
 
 x, y = x[1500:1564], y[1500:1564]
 for name, (model, defences) in targets.items():
-    target = PyTorchClassifier(
-        model, nn.CrossEntropyLoss(), (1, 8, 8), 10, clip_values=(0.0, 1.0),
-        preprocessing_defences=defences, device_type="cpu",
-    )  # fmt: skip
+    options = {"clip_values": (0.0, 1.0), "preprocessing_defences": defences, "device_type": "cpu"}
+    target = PyTorchClassifier(model, nn.CrossEntropyLoss(), (1, 8, 8), 10, **options)
     attack = ProjectedGradientDescent(target, eps=0.15, eps_step=0.02, max_iter=20, verbose=False)
     adversarial = torch.from_numpy(attack.generate(x.numpy(), y.numpy()))
     right = (judge(adversarial, seeds=range(64)).argmax(1) == y).sum()
