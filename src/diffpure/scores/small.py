@@ -1,4 +1,4 @@
-"""A small UNet for 32×32 images whose score a laptop can compute: about 119 million multiply-adds a call.
+"""A small UNet for 32×32 images whose score a laptop can compute: about 118 million multiply-adds a call.
 
 One residual block a resolution on the way down and one on the way up, with one attention at 8×8; skips are added, not
 concatenated, which halves what the convolutions behind them cost. Most multiply-adds are spent at full resolution: of
