@@ -13,11 +13,12 @@ from diffpure.attacks import APGD, AUTOATTACK_STANDARD, FAB, Attack, Square, Sui
 from diffpure.threats import L2, Linf, Norm
 
 autoattack = pytest.importorskip("pyautoattack")
+public_random = pytest.importorskip("public_random", reason="needs benchmarks/")
 digits = pytest.importorskip("digits", reason="needs scikit-learn")
 
 WORLDS = [Linf(0.12), L2(0.6)]
 IMAGES = 200
-SEEDS = 4  # a random search differs by two or three images from seed to seed: means are compared
+SEEDS = 4  # a random search differs by two or three images from seed to seed
 
 
 @pytest.fixture(scope="module")
@@ -61,20 +62,14 @@ def test_apgd_from_the_same_start_leaves_the_same_survivors(world, threat, loss,
     """Given the public package's start and its inexact ℓ2 projection (scale, then clamp), the moves are the same."""
     net, x, y = world
 
-    def start(self, x, noise, step=0):  # the public package's: torch's own generator, seeded before each attack
-        torch.random.manual_seed(0)
-        z = 2 * torch.rand(x.shape) - 1 if isinstance(self, Linf) else torch.randn(x.shape)
-        norm = z.flatten(1).abs().amax(1) if isinstance(self, Linf) else z.flatten(1).norm(dim=1)
-        return self.project(x, self.eps * z / norm.reshape(-1, 1, 1, 1))
-
     def scale_then_clamp(self, x, z):
         z = z * (self.eps / z.flatten(1).norm(dim=1).clamp_min(self.eps)).reshape(-1, 1, 1, 1)
         return torch.minimum(torch.maximum(z, -x), 1 - x)
 
-    monkeypatch.setattr(type(threat), "random", start)
     monkeypatch.setattr(L2, "project", scale_then_clamp)
     theirs = public(net, x, y, threat, [f"apgd-{loss}"], 100, 1)
-    mine = ours(net, x, y, threat, APGD(loss=loss, iterations=100, skip_broken=True))
+    with public_random.public_random(0):
+        mine = ours(net, x, y, threat, APGD(loss=loss, iterations=100, skip_broken=True))
     assert abs(int(theirs.sum()) - int(mine.sum())) <= 1
     assert (theirs != mine).sum() <= 2
 
@@ -89,17 +84,26 @@ def test_targeted_attacks_leave_as_many_survivors(world, threat, attack):
 
 
 @pytest.mark.parametrize("threat", WORLDS, ids=str)
-def test_square_is_as_strong_as_the_public_one_on_all_pixels_and_stronger_than_it_is(world, threat, monkeypatch):
-    """The public search draws a window's corner from 0 … h - s - 1 and so never reaches the last row and column; on
-    digits of 8 x 8 that is a quarter of the image. With that repaired, both are the same random search."""
+def test_square_with_the_same_random_choices_leaves_the_same_survivors(world, threat):
+    """Most seeds must agree on every image: in ℓ2 a rounding may tip one, which shifts all that is drawn after it."""
     net, x, y = world
-    square = Square(queries=150, horizon=150, skip_broken=True)
-    mine = [int(ours(net, x, y, threat, square, seed).sum()) for seed in range(SEEDS)]
-    assert mine[0] <= int(public(net, x, y, threat, ["square"], 1, 150).sum())
-    every_corner = lambda self, low=0, high=1, shape=(1,): (low + (high - low + 1) * torch.rand(shape)).long()  # noqa: E731
-    monkeypatch.setattr("pyautoattack.square.SquareAttack.random_int", every_corner)
+    same = 0
+    for seed in range(SEEDS):
+        theirs = public(net, x, y, threat, ["square"], 1, 150, seed)
+        with public_random.public_random(seed):  # the public package does not count the start as a query
+            same += torch.equal(theirs, ours(net, x, y, threat, Square(queries=151, horizon=150, skip_broken=True)))
+    assert same >= (SEEDS - 1 if isinstance(threat, L2) else SEEDS)
+
+
+@pytest.mark.parametrize("threat", WORLDS, ids=str)
+def test_square_with_its_own_random_choices_is_not_weaker(world, threat):
+    """The public search draws a window's corner from 0 … h - s - 1 and so never reaches the last row and column, which
+    on digits of 8 x 8 are a quarter of the image; ours does."""
+    net, x, y = world
+    square = Square(queries=151, horizon=150, skip_broken=True)
     theirs = [int(public(net, x, y, threat, ["square"], 1, 150, seed).sum()) for seed in range(SEEDS)]
-    assert abs(sum(theirs) - sum(mine)) / SEEDS <= 1
+    mine = [int(ours(net, x, y, threat, square, seed).sum()) for seed in range(SEEDS)]
+    assert sum(mine) <= sum(theirs)
 
 
 @pytest.mark.parametrize("threat", WORLDS, ids=str)

@@ -40,6 +40,13 @@ def test_starts_and_projections_keep_the_budget(kind, shape, eps, dtype, seed):
     assert not world.within(x, far.clamp_min(2 * eps)).any()
 
 
+@pytest.mark.parametrize("eps", [0.1, 1.0, 7.0])
+def test_projections_of_large_images_keep_the_budget_to_the_last_bit(eps):
+    x, world = images((8, 3, 64, 64), torch.float64), L2(eps)
+    for step in range(20):
+        assert world.within(x, world.project(x, 3 * eps * world.ascend(Noise(tuple(range(8)))(step, x)))).all()
+
+
 @pytest.mark.parametrize("kind", THREATS.values())
 def test_a_random_start_does_not_depend_on_the_batch(kind):
     x = images((4, 3, 8, 8), torch.float32)

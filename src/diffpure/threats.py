@@ -200,7 +200,10 @@ class L2(Norm):
         budget = torch.full_like(room[:, :1], self.eps**2)
         lam = fill(room, length, room.square(), length.square(), budget, 2)
         lam = torch.where(torch.minimum(length, room).square().sum(1, keepdim=True) <= budget, 1.0, lam)
-        return (torch.sign(z).flatten(1) * torch.minimum(lam * length, room)).to(z.dtype).view_as(z)
+        moved = torch.minimum(lam * length, room)
+        # The running sums behind λ round a thousand times in a large image, the sum of squares hardly.
+        moved = moved * (self.eps / self.size(moved)[:, None].clamp_min(self.eps))
+        return (torch.sign(z).flatten(1) * moved).to(z.dtype).view_as(z)
 
     def size(self, z: Tensor) -> Tensor:
         return wide(z.flatten(1)).square().sum(1).sqrt()

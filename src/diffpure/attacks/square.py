@@ -114,10 +114,9 @@ def _flip_window(problem: Problem, z: Tensor, side: int, i: int) -> Tensor:
 
 
 def bump(side: int, like: Tensor) -> Tensor:
-    """η, of length 1: the upper half a pyramid, the lower half one upside down."""
+    """η, of length 1: the upper half a pyramid, the lower half one upside down, of equal length."""
     half = side // 2
-    z = torch.cat([_pyramid(half, side), -_pyramid(side - half, side)]).to(like)
-    return z / z.square().sum().sqrt()
+    return _unit(torch.cat([_unit(_pyramid(half, side)), -_unit(_pyramid(side - half, side))])).to(like)
 
 
 def _pyramid(h: int, w: int) -> Tensor:
