@@ -1,13 +1,12 @@
 """AutoAttack for random defences against the public package's, on one purified model: survivors, wall time, ratio.
 
     python benchmarks/attacks.py [--images 12] [--batch 4] [--iterations 10] [--draws 20] [--steps 3] [--judges 50]
-                                 [--eps 8] [--threads 2]
+                                 [--losses ce dlr] [--eps 8] [--threads 2]
 
 The embedded CIFAR-10 ResNet behind the embedded score model (ancestral sampling at t* = 0.1, exact gradients). Both
-sides run APGD-CE and APGD-DLR on every image, batch by batch, for the same number of iterations and draws: so with
-the same number of score calls, but for our look at the clean image and the public package's gradient at the last
-iterate. They take turns on each batch, and the ratio is the median over batches. The judge is the mean logits of fresh
-draws, and the mean number of right images in single draws.
+sides run APGD-CE and APGD-DLR on every image, batch by batch, with the same number of draws and of score calls: ours
+looks at the clean image, too, and so makes one move less. They take turns on each batch, and the ratio is the median
+over batches. The judge is the mean logits of fresh draws, and the mean number of right images in single draws.
 
 Ours asks for all draws of all images in one call; the public package loops over draws. So the ratio is large where a
 call is too small to use the machine well, and tends to 1 where one draw of a batch already fills it: the first
@@ -25,6 +24,8 @@ from collections.abc import Callable
 import torch
 from parity import set_iterations
 from pyautoattack import AutoAttack
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor, nn
 
 import diffpure as dp
@@ -68,7 +69,8 @@ def public(model: nn.Module, x: Tensor, y: Tensor, loss: str, options: argparse.
 
 
 def ours(model: nn.Module, x: Tensor, y: Tensor, loss: str, options: argparse.Namespace) -> Tensor:
-    attack = dp.APGD(loss=loss, iterations=options.iterations, eot=dp.EOT(options.draws, rows=512))
+    """Our APGD with as many looks: the start and every move on either side, and for ours the clean image."""
+    attack = dp.APGD(loss=loss, iterations=options.iterations - 1, eot=dp.EOT(options.draws, rows=512))
     threat = dp.Linf(options.eps / 255)
     return threat.apply(x, attack(model, x, y, threat, seeds=range(len(x))))
 
@@ -81,7 +83,8 @@ def race(model: dp.Defense, x: Tensor, y: Tensor, loss: str, options: argparse.N
     seconds: dict[str, list[float]] = {name: [] for name in SIDES}
     found: dict[str, list[Tensor]] = {name: [] for name in SIDES}
     shown = dict.fromkeys(SIDES, 0)
-    for xs, ys in zip(x.split(options.batch), y.split(options.batch), strict=True):
+    pairs = list(zip(x.split(options.batch), y.split(options.batch), strict=True))
+    for xs, ys in track(pairs, f"apgd-{loss}", console=Console(stderr=True)):
         for name, attack in SIDES.items():
             counted = Counted(model)
             begin = time.perf_counter()
@@ -118,7 +121,7 @@ def main() -> None:
             f"one gradient, {n} images, {options.draws} draws: {faster:.2f} times faster in one call than draw by draw"
         )
     left = dict.fromkeys(SIDES, alive)
-    for loss in LOSSES:
+    for loss in options.losses:
         found = race(model, x, y, loss, options)
         for name, (seconds, shown, adversarial) in found.items():
             alive, single = judged(model, adversarial, y, options.judges)
@@ -147,6 +150,7 @@ def parse() -> argparse.Namespace:
     sizes = {"images": 12, "batch": 4, "iterations": 10, "draws": 20, "steps": 3, "judges": 50, "threads": 2}
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
     parser.add_argument("--eps", type=float, default=8.0, help="the budget in 1/255")
     return parser.parse_args()
 

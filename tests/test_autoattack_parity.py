@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from diffpure.attacks import APGD, AUTOATTACK_STANDARD, FAB, Attack, Square, Suite
+from diffpure.attacks.square import bump
 from diffpure.threats import L2, Linf, Norm
 
 autoattack = pytest.importorskip("pyautoattack")
-public_random = pytest.importorskip("public_random", reason="needs benchmarks/")
+parity = pytest.importorskip("parity", reason="needs benchmarks/")
 digits = pytest.importorskip("digits", reason="needs scikit-learn")
 
 WORLDS = [Linf(0.12), L2(0.6)]
@@ -38,12 +39,9 @@ def public(net: nn.Module, x: Tensor, y: Tensor, threat: Norm, names: list[str],
         net, norm=type(threat).__name__, eps=threat.eps, version="custom", attacks=names, device="cpu", seed=seed
     )
     suite.verbose = False
-    for attack in (suite.apgd, suite.apgd_targeted, suite.fab):
-        attack.n_restarts, attack.n_iter = 1, iterations
-    for attack in (suite.apgd, suite.apgd_targeted):  # its checkpoints follow from the number of iterations
-        attack.n_iter_2, attack.n_iter_min, attack.size_decr = (
-            max(int(share * iterations), 1) for share in (0.22, 0.06, 0.03)
-        )
+    suite.apgd.n_restarts, suite.fab.n_restarts, suite.fab.n_iter = 1, 1, iterations
+    for attack in (suite.apgd, suite.apgd_targeted):
+        parity.set_iterations(attack, iterations)
     suite.square.n_queries, suite.square.rescale_schedule = queries, True
     adversarial, _ = suite.run_standard_evaluation(x, y, batch_size=len(x))
     logging.disable(logging.NOTSET)
@@ -68,7 +66,7 @@ def test_apgd_from_the_same_start_leaves_the_same_survivors(world, threat, loss,
 
     monkeypatch.setattr(L2, "project", scale_then_clamp)
     theirs = public(net, x, y, threat, [f"apgd-{loss}"], 100, 1)
-    with public_random.public_random(0):
+    with parity.public_random(0):
         mine = ours(net, x, y, threat, APGD(loss=loss, iterations=100, skip_broken=True))
     assert abs(int(theirs.sum()) - int(mine.sum())) <= 1
     assert (theirs != mine).sum() <= 2
@@ -83,6 +81,13 @@ def test_targeted_attacks_leave_as_many_survivors(world, threat, attack):
     assert abs(int(theirs) - int(ours(net, x, y, threat, attack).sum())) <= 1
 
 
+@pytest.mark.parametrize("side", [1, 2, 3, 5, 6, 7, 12, 29])
+def test_the_bump_of_square_is_the_public_one(side):
+    theirs = autoattack.square.SquareAttack(None, norm="L2", eps=1.0, device="cpu").eta(side)  # turned, by chance
+    mine = bump(side, theirs)
+    assert torch.allclose(mine, theirs, atol=1e-6) or torch.allclose(mine.T, theirs, atol=1e-6)
+
+
 @pytest.mark.parametrize("threat", WORLDS, ids=str)
 def test_square_with_the_same_random_choices_leaves_the_same_survivors(world, threat):
     """Most seeds must agree on every image: in ℓ2 a rounding may tip one, which shifts all that is drawn after it."""
@@ -90,7 +95,7 @@ def test_square_with_the_same_random_choices_leaves_the_same_survivors(world, th
     same = 0
     for seed in range(SEEDS):
         theirs = public(net, x, y, threat, ["square"], 1, 150, seed)
-        with public_random.public_random(seed):  # the public package does not count the start as a query
+        with parity.public_random(seed):  # the public package does not count the start as a query
             same += torch.equal(theirs, ours(net, x, y, threat, Square(queries=151, horizon=150, skip_broken=True)))
     assert same >= (SEEDS - 1 if isinstance(threat, L2) else SEEDS)
 
