@@ -85,6 +85,19 @@ def public(
     return suite.run_standard_evaluation(x, y, batch_size=len(x))[0]
 
 
+def public_rand(
+    model: nn.Module, x: Tensor, y: Tensor, threat: Threat, loss: str, iterations: int, draws: int
+) -> Tensor:
+    """The adversarial images of one attack of the public package's version for random defences, on every image."""
+    norm = type(threat).__name__
+    apgd = AutoAttack(model, norm=norm, eps=threat.eps, version="rand", device="cpu", seed=0).apgd
+    set_iterations(apgd, iterations)
+    apgd.eot_iter, apgd.loss = draws, loss
+    apgd.init_hyperparam(x)
+    torch.manual_seed(0)
+    return apgd.attack_single_run(x, y)[3]  # the last misclassified iterate: what it returns as adversarial
+
+
 def ours(
     net: nn.Module, x: Tensor, y: Tensor, threat: Threat, name: str, seed: int, options: argparse.Namespace
 ) -> Tensor:

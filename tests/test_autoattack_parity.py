@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffpure.attacks import APGD, AUTOATTACK_STANDARD, FAB, Attack, Square, Suite
+from diffpure.attacks import APGD, AUTOATTACK_STANDARD, EOT, FAB, Attack, Square, Suite
 from diffpure.attacks.square import bump
+from diffpure.evaluation import checks
 from diffpure.threats import L2, Linf, Norm
 
 autoattack = pytest.importorskip("pyautoattack")
@@ -127,3 +128,29 @@ def test_the_whole_standard_suite_is_never_weaker(world, threat):
     )
     theirs = public(net, x, y, threat, ["apgd-ce", "apgd-t", "fab-t", "square"], 15, 100)
     assert ours(net, x, y, threat, quick).sum() <= theirs.sum()
+
+
+class Numbered(nn.Module):
+    """A random defence whose draws are numbered in the order in which they are asked for, so that a test repeats."""
+
+    def __init__(self, defence: nn.Module) -> None:
+        super().__init__()
+        self.defence, self.shown = defence, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        seeds = range(self.shown, self.shown + len(x))
+        self.shown += len(x)
+        return self.defence(x, seeds=seeds)
+
+
+@pytest.mark.parametrize("loss", ["ce", "dlr"])
+def test_apgd_on_a_purified_model_is_not_weaker_with_as_many_score_calls(loss):
+    """The public one ranks its iterates, and sets its step, by the last of its draws alone."""
+    (x, y), draws, iterations, threat = digits.held_out(30), 10, 10, L2(1.5)
+    model = digits.defence()
+    numbered = Numbered(model)
+    theirs = parity.public_rand(numbered, x, y, threat, loss, iterations, draws) - x
+    run = APGD(loss=loss, iterations=iterations - 1, eot=EOT(draws)).run(model, x, y, threat, seeds=range(len(x)))
+    assert sum(run.spent) == numbered.shown
+    left = [sum(checks.survivors(model, x, y, threat, z, range(len(x)), EOT(50))) for z in (theirs, run.z)]
+    assert left[1] <= left[0]
