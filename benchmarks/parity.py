@@ -10,8 +10,8 @@ than the rest. A piece (attack, threat, side, seed) is one line of the file, and
 
 From seed to seed both sides vary, as some images fall to some random choices only: compare means over several seeds, or
 let ours choose what the public side chooses (`--random public`, for APGD and Square; FAB-T makes no random choice).
-Then both sides compute in float64 around the float32 network, as one rounding that tips one image shifts all that are
-drawn after it.
+Then both sides of Square compute in float64 around the float32 network, as one rounding that tips one image shifts all
+that is drawn after it.
 """
 
 from __future__ import annotations
@@ -128,11 +128,11 @@ def main() -> None:
     x, y = samples()
     right = (net(x).argmax(1) == y).nonzero()[: options.images, 0]
     x, y = x[right], y[right]
-    if options.random == "public":
-        torch.set_default_dtype(torch.float64)
-        x = x.double()
     done = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
     for name in options.attacks:
+        dtype = torch.float64 if name == "square" and options.random == "public" else torch.float32
+        torch.set_default_dtype(dtype)  # of the tensors that the public package makes
+        x = x.to(dtype)
         for threat in (dp.Linf(options.linf / 255), dp.L2(options.l2)):
             pairs = []
             for seed in options.seeds:

@@ -8,6 +8,7 @@ killed goes on where it was, and ends with the same rows.
 from __future__ import annotations
 
 import json
+import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -286,7 +287,7 @@ def _ticker(ready: Ready, progress: Progress | None, written: Sequence[Row]) -> 
     if progress is None:
         return lambda unit, step, steps: None
     cost = {unit: ready.seconds(unit) for unit in ready.units}
-    total = sum(cost.values()) or 1.0
+    total = math.fsum(cost.values()) or 1.0  # exact, so that all of it is a share of 1 in whatever order it is done
     have = {row.key for row in written}
     spent = {unit: cost[unit] for unit in ready.units if all(key in have for key in ready.keys(unit))}
     count = len(ready.images) * len(ready.header["seeds"]) * (1 + len(ready.job.attacks))
@@ -299,9 +300,9 @@ def _ticker(ready: Ready, progress: Progress | None, written: Sequence[Row]) -> 
         return (1 - share) * ((now - began) / (share - before) if share > before else total)
 
     def tick(unit: Unit, step: int, steps: int) -> None:
-        spent[unit] = cost[unit] * step / max(steps, 1)
+        spent[unit] = cost[unit] * (step / max(steps, 1))
         images = (ready.places[unit.start], ready.places[unit.stop - 1])
-        share = min(1.0, sum(spent.values()) / total)
+        share = min(1.0, math.fsum(spent.values()) / total)
         progress(Tick(len(written), count, share, left(share), unit.attack, unit.seed, images, step, steps))
 
     return tick
