@@ -1,7 +1,7 @@
 """AutoAttack for random defences against the public package's, on one purified model: survivors, wall time, ratio.
 
     python benchmarks/attacks.py [--images 12] [--batch 4] [--iterations 10] [--draws 20] [--steps 3] [--judges 50]
-                                 [--losses ce dlr] [--eps 8] [--threads 2]
+                                 [--eps 8] [--threads 2]
 
 The embedded CIFAR-10 ResNet behind the embedded score model (ancestral sampling at t* = 0.1, exact gradients). Both
 sides run APGD-CE and APGD-DLR on every image, batch by batch, with the same number of draws and of score calls: ours
@@ -113,7 +113,7 @@ def main() -> None:
             f"one gradient, {n} images, {options.draws} draws: {faster:.2f} times faster in one call than draw by draw"
         )
     left = dict.fromkeys(SIDES, alive)
-    for loss in options.losses:
+    for loss in LOSSES:
         found = race(model, x, y, loss, options)
         for name, (seconds, shown, adversarial) in found.items():
             alive, single = judged(model, adversarial, y, options.judges)
@@ -142,7 +142,6 @@ def parse() -> argparse.Namespace:
     sizes = {"images": 12, "batch": 4, "iterations": 10, "draws": 20, "steps": 3, "judges": 50, "threads": 2}
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
     parser.add_argument("--eps", type=float, default=8.0, help="the budget in 1/255")
     return parser.parse_args()
 
