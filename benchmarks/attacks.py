@@ -1,15 +1,15 @@
 """AutoAttack for random defences against the public package's, on one purified model: survivors, wall time, ratio.
 
-    python benchmarks/attacks.py [--images 12] [--batch 4] [--iterations 10] [--draws 20] [--steps 3] [--judges 50]
+    python benchmarks/attacks.py [--images 12] [--batch 4] [--iterations 10] [--samples 20] [--steps 3] [--judges 50]
                                  [--eps 8] [--threads 2]
 
 The embedded CIFAR-10 ResNet behind the embedded score model (ancestral sampling at t* = 0.1, exact gradients). Both
-sides run APGD-CE and APGD-DLR on every image, batch by batch, with the same number of draws and of score calls: ours
+sides run APGD-CE and APGD-DLR on every image, batch by batch, with the same number of samples and of score calls: ours
 looks at the clean image, too, and so makes one move less. They take turns on each batch, and the ratio is the median
-over batches. The judge is the mean logits of fresh draws, and the mean number of right images in single draws.
+over batches. The judge is the mean logits of fresh samples, and the mean number of right images in single samples.
 
-Ours asks for all draws of all images in one call; the public package loops over draws. So the ratio is large where a
-call is too small to use the machine well, and tends to 1 where one draw of a batch already fills it: the first
+Ours asks for all samples of all images in one call; the public package loops over samples. So the ratio is large
+where a call is too small to use the machine well, and tends to 1 where one draw of a batch already fills it: the first
 lines show it on one gradient, by batch size.
 """
 
@@ -28,7 +28,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import diffpure as dp
-from diffpure.attacks import look, margin
+from diffpure.attacks import expect, margin
 from diffpure.attacks.losses import MARGIN
 from diffpure.data.samples import samples
 from diffpure.evaluation.checks import JUDGE
@@ -57,12 +57,12 @@ def defence(steps: int) -> dp.Defense:
 
 
 def public(model: nn.Module, x: Tensor, y: Tensor, loss: str, options: argparse.Namespace) -> Tensor:
-    return public_rand(model, x, y, dp.Linf(options.eps / 255), loss, options.iterations, options.draws)
+    return public_rand(model, x, y, dp.Linf(options.eps / 255), loss, options.iterations, options.samples)
 
 
 def ours(model: nn.Module, x: Tensor, y: Tensor, loss: str, options: argparse.Namespace) -> Tensor:
     """Our APGD with as many looks: the start and every move on either side, and for ours the clean image."""
-    attack = dp.APGD(loss=loss, iterations=options.iterations - 1, eot=dp.EOT(options.draws, rows=512))
+    attack = dp.APGD(loss=loss, iterations=options.iterations - 1, eot=dp.EOT(options.samples, rows=512))
     threat = dp.Linf(options.eps / 255)
     return threat.apply(x, attack(model, x, y, threat, seeds=range(len(x))))
 
@@ -92,10 +92,10 @@ def ratio(found: dict[str, tuple]) -> str:
 
 
 def judged(model: nn.Module, x: Tensor, y: Tensor, judges: int) -> tuple[Tensor, float]:
-    """Which images the mean of fresh draws gets right, and how many single draws do."""
+    """Which images the mean of fresh samples gets right, and how many single samples do."""
     seeds = tuple(range(len(x)))
-    mean = look(model, x, y, MARGIN, dp.EOT(judges, "logits"), seeds, JUDGE).logits
-    single = [look(model, x, y, MARGIN, dp.EOT(1), seeds, JUDGE + d).loss for d in range(1, 9)]
+    mean = expect(model, x, y, MARGIN, dp.EOT(judges, "logits"), seeds, JUDGE).logits
+    single = [expect(model, x, y, MARGIN, dp.EOT(1), seeds, JUDGE + d).loss for d in range(1, 9)]
     return margin(mean, y) <= 0, sum((loss <= 0).sum().item() for loss in single) / len(single)
 
 
@@ -106,12 +106,12 @@ def main() -> None:
     model = defence(options.steps)
     x, y = samples(options.images)
     alive, single = judged(model, x, y, options.judges)
-    print(f"{len(x)} images, no attack: {alive.sum()} right by the mean of {options.judges} draws, {single:.1f} by one")
+    print(
+        f"{len(x)} images, no attack: {alive.sum()} right by the mean of {options.judges} samples, {single:.1f} by one"
+    )
     for n in (n for n in (1, 2, 4, 8) if n <= len(x)):
-        faster = gradient_ratio(model, x[:n], y[:n], options.draws)
-        print(
-            f"one gradient, {n} images, {options.draws} draws: {faster:.2f} times faster in one call than draw by draw"
-        )
+        faster = gradient_ratio(model, x[:n], y[:n], options.samples)
+        print(f"one gradient, {n} images, {options.samples} samples: {faster:.2f} times faster in one call than singly")
     left = dict.fromkeys(SIDES, alive)
     for loss in LOSSES:
         found = race(model, x, y, loss, options)
@@ -119,27 +119,27 @@ def main() -> None:
             alive, single = judged(model, adversarial, y, options.judges)
             left[name] = left[name] & alive
             calls = f"{shown * options.steps} score calls, {sum(seconds):.0f} s"
-            print(f"apgd-{loss} {name}: survivors {alive.sum()}, {single:.1f} in single draws; {calls}", flush=True)
+            print(f"apgd-{loss} {name}: survivors {alive.sum()}, {single:.1f} in single samples; {calls}", flush=True)
         print(f"apgd-{loss}: ours {ratio(found)}", flush=True)
     print("AutoAttack-rand, worst case per image: " + ", ".join(f"{name} {left[name].sum()}" for name in SIDES))
 
 
-def gradient_ratio(model: dp.Defense, x: Tensor, y: Tensor, draws: int) -> float:
-    """How much longer a gradient takes draw by draw than with all draws in one call; median of three turns."""
+def gradient_ratio(model: dp.Defense, x: Tensor, y: Tensor, samples: int) -> float:
+    """How much longer a gradient takes draw by draw than with all samples in one call; median of three turns."""
     seeds, ratios = tuple(range(len(x))), []
     for _ in range(3):
         begin = time.perf_counter()
-        for draw in range(draws):
-            look(model, x, y, MARGIN, dp.EOT(1), seeds, draw, gradient=True)
+        for draw in range(samples):
+            expect(model, x, y, MARGIN, dp.EOT(1), seeds, draw, gradient=True)
         middle = time.perf_counter()
-        look(model, x, y, MARGIN, dp.EOT(draws, rows=512), seeds, 0, gradient=True)
+        expect(model, x, y, MARGIN, dp.EOT(samples, rows=512), seeds, 0, gradient=True)
         ratios.append((middle - begin) / (time.perf_counter() - middle))
     return statistics.median(ratios)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    sizes = {"images": 12, "batch": 4, "iterations": 10, "draws": 20, "steps": 3, "judges": 50, "threads": 2}
+    sizes = {"images": 12, "batch": 4, "iterations": 10, "samples": 20, "steps": 3, "judges": 50, "threads": 2}
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--eps", type=float, default=8.0, help="the budget in 1/255")

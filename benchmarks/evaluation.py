@@ -27,14 +27,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diffpure.attacks import APGD, EOT, PGD
+from diffpure.diffusion.samplers import ReverseSDE
+from diffpure.diffusion.score import EpsilonScore
+from diffpure.diffusion.sde import VPSDE, over
 from diffpure.evaluation.engine import Local
 from diffpure.evaluation.evaluate import Progress, evaluate
 from diffpure.evaluation.results import CLEAN, Result, Row, read_rows
 from diffpure.evaluation.store import read_tensors
 from diffpure.purify import Defense, Purifier
-from diffpure.samplers import ReverseSDE
-from diffpure.scores.base import EpsilonScore
-from diffpure.sde import VPSDE, over
 from diffpure.threats import Linf
 
 STEPS = 8 * 2 * 11  # of the evaluation below: eight batches, two attacks, eleven steps

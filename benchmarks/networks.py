@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffpure.checkpoints import frozen
+from diffpure.models.checkpoints import frozen
 from diffpure.scores.ddpm import DDPMUNet
 from diffpure.scores.ddpmpp import DDPMpp
 from diffpure.scores.guided import GuidedUNet

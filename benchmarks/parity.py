@@ -86,13 +86,13 @@ def public(
 
 
 def public_rand(
-    model: nn.Module, x: Tensor, y: Tensor, threat: Threat, loss: str, iterations: int, draws: int
+    model: nn.Module, x: Tensor, y: Tensor, threat: Threat, loss: str, iterations: int, samples: int
 ) -> Tensor:
     """The adversarial images of one attack of the public package's version for random defences, on every image."""
     norm = type(threat).__name__
     apgd = AutoAttack(model, norm=norm, eps=threat.eps, version="rand", device="cpu", seed=0).apgd
     set_iterations(apgd, iterations)
-    apgd.eot_iter, apgd.loss = draws, loss
+    apgd.eot_iter, apgd.loss = samples, loss
     apgd.init_hyperparam(x)
     torch.manual_seed(0)
     return apgd.attack_single_run(x, y)[3]  # the last misclassified iterate: what it returns as adversarial
@@ -101,7 +101,7 @@ def public_rand(
 def ours(
     net: nn.Module, x: Tensor, y: Tensor, threat: Threat, name: str, seed: int, options: argparse.Namespace
 ) -> Tensor:
-    attack = replace(sized(ATTACKS[name], options), skip_broken=True)
+    attack = replace(sized(ATTACKS[name], options), skip_misclassified=True)
     with public_random(seed) if options.random == "public" else nullcontext():
         z = attack(net, x, y, threat, seeds=range(seed * len(x), (seed + 1) * len(x)))
     assert threat.within(x, z).all()

@@ -3,7 +3,7 @@
 A random start decides over single images, and a random search over several: two attacks with choices of their own can
 only be compared by their means over many seeds. With the same choices, attacks that are the same leave the same images.
 
-The public package seeds torch once an attack and draws for all images at hand together: APGD its starts; Square for
+The public package seeds torch once an attack and samples for all images at hand together: APGD its starts; Square for
 ℓ∞ one window a move for all images, whose corner is never in the last row or column that it could be in, and for ℓ2
 one pair of windows, one turn of the bump, and signs for each image.
 """

@@ -4,9 +4,9 @@
 
 The images are the first N of CIFAR-10's test set that are not embedded samples. One draw an image; its seed, for the
 purifier and for the attack, is its place in the test set. The attack is the standard AutoAttack (ℓ∞ 8/255, an image is
-left alone once it is broken) on the bare classifier: it does not know of the purifier. Attacked images and predictions
-are kept, piece by piece, under the hashes of the weights, so that a killed run goes on and a changed network begins
-anew. Prints a table with Wilson's 95 % intervals, and the lines of a card.
+left alone once it is misclassified) on the undefended classifier: it does not know of the purifier. Attacked images and
+predictions are kept, piece by piece, under the hashes of the weights, so that a killed run goes on and a changed
+network begins anew. Prints a table with Wilson's 95 % intervals, and the lines of a card.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import diffpure as dp
 from diffpure.attacks import Suite
 from diffpure.classifiers.load import load_classifier
 from diffpure.data import cifar10, samples
+from diffpure.diffusion.samplers import DDIM, Ancestral, FewStep, OneShot, ProbabilityFlow, ReverseSDE, Sampler
 from diffpure.disk import home, write_whole
 from diffpure.evaluation.describe import brief
 from diffpure.evaluation.results import Rate
-from diffpure.samplers import DDIM, Ancestral, FewStep, OneShot, ProbabilityFlow, ReverseSDE, Sampler
 from diffpure.threats import Linf
 
 THREAT = Linf(8 / 255)
@@ -46,8 +46,8 @@ SAMPLERS: dict[str, Callable[[float], Sampler]] = {
 
 
 def held_out(images: int) -> Tensor:
-    """The places of the first test images that are not embedded samples, (images,)."""
-    embedded = set(samples.places().tolist())
+    """The indices of the first test images that are not embedded samples, (images,)."""
+    embedded = set(samples.indices().tolist())
     return torch.tensor([place for place in range(10_000) if place not in embedded][:images])
 
 
@@ -59,15 +59,15 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()[:8]
 
 
-def attacked(classifier: nn.Module, x: Tensor, y: Tensor, places: Tensor, folder: Path) -> Tensor:
+def attacked(classifier: nn.Module, x: Tensor, y: Tensor, indices: Tensor, folder: Path) -> Tensor:
     """The images after AutoAttack on the bare classifier, from `folder` where an earlier run left them."""
-    suite = Suite(attacks=dp.AUTOATTACK_STANDARD, skip_broken=True)
+    suite = Suite(attacks=dp.AUTOATTACK_STANDARD, skip_misclassified=True)
     pieces = []
     for rows in torch.arange(len(x)).split(PIECE):
-        file = folder / f"{places[rows[0]]}-{len(rows)}.pt"
+        file = folder / f"{indices[rows[0]]}-{len(rows)}.pt"
         if not file.is_file():
             start = time.perf_counter()
-            z = suite(classifier, x[rows], y[rows], THREAT, seeds=places[rows])
+            z = suite(classifier, x[rows], y[rows], THREAT, seeds=indices[rows])
             assert THREAT.size(z).max() <= THREAT.eps * (1 + 1e-6)
             data = io.BytesIO()
             torch.save(THREAT.apply(x[rows], z), data)
@@ -86,12 +86,12 @@ class Predictions:
         self.known: dict[str, list[int]] = json.loads(file.read_text()) if file.is_file() else {}
 
     @torch.no_grad()
-    def __call__(self, name: str, model: Callable[[Tensor, Tensor], Tensor], x: Tensor, places: Tensor) -> Tensor:
-        """The classes (N,) of the images x, whose seeds are their places."""
+    def __call__(self, name: str, model: Callable[[Tensor, Tensor], Tensor], x: Tensor, indices: Tensor) -> Tensor:
+        """The classes (N,) of the images x, whose seeds are their indices."""
         found = self.known.setdefault(name, [])
         for rows in torch.arange(len(found), max(len(found), len(x))).split(PIECE):
             if len(rows):
-                found += model(x[rows], places[rows]).argmax(1).tolist()
+                found += model(x[rows], indices[rows]).argmax(1).tolist()
                 self.file.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(self.file, json.dumps(self.known).encode())
         return torch.tensor(found[: len(x)])
@@ -110,19 +110,19 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     score, classifier = dp.load_score(options.score), load_classifier(options.classifier)
-    places = held_out(options.images)
-    test = cifar10.load("test")[places]
+    indices = held_out(options.images)
+    test = cifar10.load("test")[indices]
     x, y = test.float(), test.labels
     folder = options.folder / f"{options.classifier}-{fingerprint(classifier)}"
     views = {"clean": x}
     if "autoattack" in options.on:
-        views["autoattack"] = attacked(classifier, x, y, places, folder / "autoattack")
+        views["autoattack"] = attacked(classifier, x, y, indices, folder / "autoattack")
     bare = Predictions(folder / "bare.json")
     behind = Predictions(folder / f"{options.score}-{fingerprint(score)}.json")
 
     rates: dict[str, Rate] = {}
     for view, images in views.items():
-        predicted = bare(view, lambda piece, _: classifier(piece), images, places)
+        predicted = bare(view, lambda piece, _: classifier(piece), images, indices)
         print(line(f"bare on {view}", rate(predicted, y)), flush=True)
     for name in options.samplers:
         for t_star in options.times:
@@ -130,7 +130,7 @@ def main() -> None:
             defence = dp.Defense(dp.Purifier(score, sampler), classifier)
             for view in options.on:
                 key = brief(sampler) + ("" if view == "clean" else f" on {view}")
-                rates[key] = rate(behind(key, defence, views[view], places), y)
+                rates[key] = rate(behind(key, defence, views[view], indices), y)
                 print(line(key, rates[key]), flush=True)
     print(f"\n[{options.score}.purified]")
     for key, found in sorted(rates.items(), key=lambda item: " on " in item[0]):

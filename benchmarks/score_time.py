@@ -14,7 +14,7 @@ import argparse
 import torch
 from networks import forward, gradient, medians, unet
 
-from diffpure.checkpoints import frozen
+from diffpure.models.checkpoints import frozen
 from diffpure.scores.hf import HFScore, unet2d
 from diffpure.scores.load import load_score
 from diffpure.training.cost import multiply_adds, parameters

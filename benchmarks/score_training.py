@@ -28,8 +28,8 @@ from purified import held_out
 from rich.console import Console
 
 from diffpure.data.cifar10 import Images, load
+from diffpure.diffusion.score import EpsilonScore
 from diffpure.disk import home, write_whole
-from diffpure.scores.base import EpsilonScore
 from diffpure.scores.hf import HFScore, unet2d
 from diffpure.scores.small import SmallUNet
 from diffpure.training.cost import multiply_adds, parameters

@@ -19,7 +19,7 @@ import torchsde
 from torch import Tensor, nn
 
 import diffpure as dp
-from diffpure.samplers import reverse_drift
+from diffpure.diffusion.samplers import reverse_drift
 from diffpure.scores.small import SmallUNet
 
 

@@ -27,7 +27,7 @@ judge = Averaged(defence, 20)
 targets = {
     "the bare classifier": (classifier, []),
     "the defence, one draw a step": (classifier, [art_preprocessor(purifier)]),
-    "the defence, eight draws a step": (Averaged(defence, 8), []),
+    "the defence, eight samples a step": (Averaged(defence, 8), []),
 }
 
 x, y = x[1500:1564], y[1500:1564]

@@ -27,7 +27,7 @@ attack = foolbox.attacks.LinfPGD(steps=20, rel_stepsize=0.1)
 for name, target in {
     "the bare classifier": foolbox_model(classifier),
     "the defence, one draw a step": foolbox_model(model),
-    "the defence, ten draws a step": foolbox_model(model, draws=10),
+    "the defence, ten samples a step": foolbox_model(model, samples=10),
 }.items():
     _, adversarial, _ = attack(target, x, y, epsilons=0.15)
     right = (Averaged(model, 20)(adversarial, seeds=range(64)).argmax(1) == y).sum()

@@ -11,9 +11,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from diffpure.diffusion.samplers import ReverseSDE, Sampler
+from diffpure.diffusion.sde import VPSDE, Schedule, over
 from diffpure.purify import Defense, Purifier
-from diffpure.samplers import ReverseSDE, Sampler
-from diffpure.sde import VPSDE, Schedule, over
 
 SEEN = 1500  # the classifier and the density have seen these
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from diffpure.attacks import APGD, EOT, PGD, Attack, Square
+from diffpure.diffusion.samplers import ReverseSDE
 from diffpure.evaluation.evaluate import evaluate
 from diffpure.evaluation.results import Result, Row
 from diffpure.evaluation.spec import EvaluationSpec
 from diffpure.experiments.run import World, load_images
 from diffpure.purify import Defense, Purifier
-from diffpure.samplers import ReverseSDE
 from diffpure.threats import Linf
 from problems import images, tiny_classifier, tiny_unet
 

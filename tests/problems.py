@@ -13,11 +13,21 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diffpure.paths import ChainPath, GridPath
-from diffpure.samplers import DDIM, Ancestral, FewStep, Langevin, OneShot, ProbabilityFlow, ReverseSDE, Sampler
+from diffpure.diffusion.paths import ChainPath, GridPath, Path
+from diffpure.diffusion.samplers import (
+    DDIM,
+    Ancestral,
+    FewStep,
+    Langevin,
+    OneShot,
+    ProbabilityFlow,
+    ReverseSDE,
+    Sampler,
+)
+from diffpure.diffusion.sde import VPSDE, over
+from diffpure.noise import Noise
 from diffpure.scores import EpsilonScore, GaussianScore
 from diffpure.scores.ddpmpp import DDPMppScore
-from diffpure.sde import VPSDE, Noise, Path, over
 
 # Every sampler with few steps: the table that contract tests run over. Adding a sampler means adding a line.
 SAMPLERS: dict[str, Sampler] = {
@@ -144,11 +154,11 @@ def _number(value: float) -> Tensor:
 
 
 def _step(path: Path, i: int, x: float, unit: int | None) -> float:
-    """One step from x with the `unit`-th noise that it draws set to 1 and all others to 0."""
-    draws: Iterator[int] = iter(range(9))
+    """One step from x with the `unit`-th noise that it samples set to 1 and all others to 0."""
+    samples: Iterator[int] = iter(range(9))
 
     def noise(step: int, like: Tensor) -> Tensor:
-        return torch.full_like(like, float(next(draws) == unit))
+        return torch.full_like(like, float(next(samples) == unit))
 
     assert isinstance(path, GridPath | ChainPath)
     return replace(path, noise=noise).step(_number(x), i).item()

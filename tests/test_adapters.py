@@ -10,9 +10,9 @@ import torch
 digits = pytest.importorskip("digits", reason="needs scikit-learn")
 
 from diffpure.adapters import DIFFATTACK, Averaged, PathDeviation, art_preprocessor, foolbox_model  # noqa: E402
-from diffpure.attacks import APGD, EOT, Deviated, look  # noqa: E402
+from diffpure.attacks import APGD, EOT, Deviated, expect  # noqa: E402
+from diffpure.diffusion.samplers import Langevin, ReverseSDE  # noqa: E402
 from diffpure.errors import InputError  # noqa: E402
-from diffpure.samplers import Langevin, ReverseSDE  # noqa: E402
 from diffpure.threats import Linf  # noqa: E402
 
 EPS = 0.3
@@ -24,7 +24,7 @@ def world():
 
 
 def right(model, x, y) -> int:
-    """How many are right on the mean of 16 draws."""
+    """How many are right on the mean of 16 samples."""
     return int((Averaged(model, 16)(x, seeds=range(len(x))).argmax(1) == y).sum())
 
 
@@ -46,7 +46,7 @@ def test_foolbox(world):
     foolbox = pytest.importorskip("foolbox")
     model, x, y = world
     _, (adversarial,), _ = foolbox.attacks.LinfPGD(steps=8, rel_stepsize=0.25)(
-        foolbox_model(model, draws=4), x, y, epsilons=[EPS]
+        foolbox_model(model, samples=4), x, y, epsilons=[EPS]
     )
     check(model, x, y, adversarial)
 
@@ -94,9 +94,9 @@ def test_the_path_says_how_far_it_deviates_with_an_exact_gradient(sampler):
     torch.testing.assert_close(logits, model(x, seeds=range(3)))
     assert (deviation > 0).all()
     objective = Deviated(weight=5.0)
-    ours = look(path, x, y, objective, EOT(), (1, 2, 3), 0, gradient=True).gradient
+    ours = expect(path, x, y, objective, EOT(), (1, 2, 3), 0, gradient=True).gradient
     plain = PathDeviation(model.with_gradient("backprop"), states=2)
-    oracle = look(plain, x, y, objective, EOT(), (1, 2, 3), 0, gradient=True).gradient
+    oracle = expect(plain, x, y, objective, EOT(), (1, 2, 3), 0, gradient=True).gradient
     torch.testing.assert_close(ours, oracle, rtol=1e-4, atol=1e-6)
 
 

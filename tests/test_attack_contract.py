@@ -10,7 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from diffpure.attacks import APGD, EOT, FAB, PGD, Attack, Cost, Run, Square, StAdv, Suite, Transfer, TwoStage, margin
+from diffpure.attacks import (
+    APGD,
+    EOT,
+    FAB,
+    PGD,
+    Attack,
+    AttackRun,
+    Cost,
+    Square,
+    StAdv,
+    Suite,
+    Transfer,
+    TwoStage,
+    margin,
+)
 from diffpure.threats import L2, Flow, Linf, ThreatModel
 from victims import Linear, Noisy, problem
 
@@ -50,9 +64,9 @@ ATTACKS: dict[str, tuple[Attack, ThreatModel]] = {
     "square-linf": (Square(queries=6, eot=QUICK), Linf(0.05)),
     "square-l2": (Square(queries=6, eot=QUICK), L2(0.3)),
     "stadv": (StAdv(iterations=3, eot=QUICK), Flow(0.2)),
-    "bpda": (TwoStage(attack=PGD(iterations=3, eot=QUICK), defence_draws=9), Linf(0.05)),
+    "bpda": (TwoStage(attack=PGD(iterations=3, eot=QUICK), defence_samples=9), Linf(0.05)),
     "suite": (Suite(attacks=(APGD(iterations=2, eot=QUICK), Square(queries=4, eot=QUICK))), Linf(0.05)),
-    "cascade": (Suite(attacks=(PGD(iterations=2), FAB(iterations=2)), skip_broken=True), Linf(0.05)),
+    "cascade": (Suite(attacks=(PGD(iterations=2), FAB(iterations=2)), skip_misclassified=True), Linf(0.05)),
     "transfer": (Transfer(attack=APGD(iterations=3), eot=QUICK), Linf(0.05)),
     "diffusion": (
         Transfer(attack=PGD(iterations=3, loss="reconstruction", eot=QUICK), part="purifier", eot=QUICK),
@@ -89,7 +103,7 @@ def test_an_interrupted_attack_goes_on_to_the_same_result(case, tmp_path):
         part = attack.run(model, x, y, threat, seeds=range(6), on_step=lambda run, stop=stop: run.step == stop)
         assert part.step == stop
         torch.save(part.tensors(), tmp_path / "run.pt")
-        run = attack.run(model, x, y, threat, resume=Run.of(torch.load(tmp_path / "run.pt", weights_only=True)))
+        run = attack.run(model, x, y, threat, resume=AttackRun.of(torch.load(tmp_path / "run.pt", weights_only=True)))
         assert run.state.keys() == whole.state.keys()
         for key, value in whole.state.items():
             torch.testing.assert_close(run.state[key], value, rtol=0, atol=0, equal_nan=True)
@@ -116,14 +130,14 @@ def test_an_attack_keeps_its_budget_and_what_it_promised(case):
     half = Cost(cost.gradients // 2, cost.queries // 2)
     stopped = attack.run(model, x, y, threat, seeds=range(6), limit=half)
     assert (stopped.state["gradients"] <= half.gradients).all()
-    assert (stopped.state["queries"] <= max(half.queries, attack.ranking.draws)).all()
+    assert (stopped.state["queries"] <= max(half.queries, attack.ranking.samples)).all()
 
 
 def test_an_attack_is_never_worse_than_doing_nothing(case):
     attack, threat, model, x, y = case
     run = attack.run(model, x, (y + 1) % 5, threat, seeds=range(6))  # misclassified from the start
     assert (run.state["rank"] >= margin(run.state["clean"], (y + 1) % 5) - 1e-9).all() or "twostage" in attack.name
-    if not attack.skip_broken and not isinstance(attack, Transfer):
-        assert (run.state["gradients"] + run.state["queries"] > attack.ranking.draws).all()  # and still optimised
-    skipped = replace(attack, skip_broken=True)(model, x, (y + 1) % 5, threat, seeds=range(6))
+    if not attack.skip_misclassified and not isinstance(attack, Transfer):
+        assert (run.state["gradients"] + run.state["queries"] > attack.ranking.samples).all()  # and still optimised
+    skipped = replace(attack, skip_misclassified=True)(model, x, (y + 1) % 5, threat, seeds=range(6))
     assert (skipped == 0).flatten(1).all(1)[run.state["rank"] > 0].any()

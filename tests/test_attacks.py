@@ -1,4 +1,4 @@
-"""Attacks: closed-form optima and published settings, losses, saturated and broken gradients, and bad input."""
+"""Attacks: closed-form optima and published settings, losses, saturated and bad gradients, and bad input."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_fab_finds_the_minimal_distance_of_a_linear_model(threat: ThreatModel):
     torch.testing.assert_close(run.state["distance"], nearest.double(), rtol=0.01, atol=0)
     assert (run.state["distance"] >= 0.9999 * nearest).all()
     assert torch.equal(threat.size(run.state["nearest"]), run.state["distance"])
-    assert run.broken.all()
+    assert run.misclassified.all()
 
 
 @pytest.mark.parametrize("threat", [Linf(0.01), L2(0.05)], ids=str)
@@ -122,11 +122,11 @@ def test_checkpoints_are_those_of_the_paper():
 def test_the_suites_are_the_published_ones():
     assert [a.name for a in AUTOATTACK_STANDARD] == ["apgd-ce", "apgd-t", "fab-t", "square"]
     assert [a.name for a in AUTOATTACK_RAND] == ["apgd-ce", "apgd-dlr"]
-    assert all(a.eot.draws == 20 and a.iterations == 100 for a in AUTOATTACK_RAND)
+    assert all(a.eot.samples == 20 and a.iterations == 100 for a in AUTOATTACK_RAND)
     assert AUTOATTACK_STANDARD[1].steps(10) == 9 * 101
     assert AUTOATTACK_STANDARD[3].cost(10) == Cost(0, 5001)
-    assert (BPDA_EOT.attack.eot, BPDA_EOT.defence_draws) == (EOT(15, "logits"), 150)
-    assert (PGD_LEE_KIM.iterations, PGD_LEE_KIM.step_size, PGD_LEE_KIM.eot.draws) == (200, 0.007, 20)
+    assert (BPDA_EOT.attack.eot, BPDA_EOT.defence_samples) == (EOT(15, "logits"), 150)
+    assert (PGD_LEE_KIM.iterations, PGD_LEE_KIM.step_size, PGD_LEE_KIM.eot.samples) == (200, 0.007, 20)
     assert (StAdv().iterations, StAdv().lr, StAdv().smoothness) == (100, 0.01, 0.0025)
     assert (FAB().iterations, FAB().alpha_max, FAB().eta, FAB().beta, FAB().restarts) == (100, 0.1, 1.05, 0.9, 1)
     assert TRANSFER.part == "classifier"
@@ -196,9 +196,9 @@ def test_a_saturated_cross_entropy_leaves_no_false_survivors(attack: Attack):
     assert (nn.functional.cross_entropy(steep(x), y, reduction="none") == 0).sum() > 30
     z = attack(steep, x, y, threat, seeds=range(40))
     reference = attack(plain, x, y, threat, seeds=range(40))
-    broken = steep(threat.apply(x, z)).argmax(1) != y
-    assert broken.sum() >= (plain(threat.apply(x, reference)).argmax(1) != y).sum() - 1
-    assert broken.float().mean() > 0.5
+    misclassified = steep(threat.apply(x, z)).argmax(1) != y
+    assert misclassified.sum() >= (plain(threat.apply(x, reference)).argmax(1) != y).sum() - 1
+    assert misclassified.float().mean() > 0.5
 
 
 def nan(images: Tensor) -> Tensor:
@@ -271,4 +271,4 @@ def test_a_gradient_that_is_not_finite_is_counted_and_does_not_spoil_the_attack(
     run = PGD(iterations=4).run(Root(), x, y, Linf(0.05), seeds=range(6))
     assert (run.state["nonfinite"] == 4).all()
     assert torch.isfinite(run.z).all()
-    assert run.broken.any()
+    assert run.misclassified.any()

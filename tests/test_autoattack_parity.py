@@ -68,7 +68,7 @@ def test_apgd_from_the_same_start_leaves_the_same_survivors(world, threat, loss,
     monkeypatch.setattr(L2, "project", scale_then_clamp)
     theirs = public(net, x, y, threat, [f"apgd-{loss}"], 100, 1)
     with parity.public_random(0):
-        mine = ours(net, x, y, threat, APGD(loss=loss, iterations=100, skip_broken=True))
+        mine = ours(net, x, y, threat, APGD(loss=loss, iterations=100, skip_misclassified=True))
     assert abs(int(theirs.sum()) - int(mine.sum())) <= 1
     assert (theirs != mine).sum() <= 2
 
@@ -78,7 +78,7 @@ def test_apgd_from_the_same_start_leaves_the_same_survivors(world, threat, loss,
 def test_targeted_attacks_leave_as_many_survivors(world, threat, attack):
     net, x, y = world
     theirs = public(net, x, y, threat, [attack.name], 20, 1).sum()
-    attack = replace(attack, skip_broken=True)
+    attack = replace(attack, skip_misclassified=True)
     assert abs(int(theirs) - int(ours(net, x, y, threat, attack).sum())) <= 1
 
 
@@ -97,16 +97,18 @@ def test_square_with_the_same_random_choices_leaves_the_same_survivors(world, th
     for seed in range(SEEDS):
         theirs = public(net, x, y, threat, ["square"], 1, 150, seed)
         with parity.public_random(seed):  # the public package does not count the start as a query
-            same += torch.equal(theirs, ours(net, x, y, threat, Square(queries=151, horizon=150, skip_broken=True)))
+            same += torch.equal(
+                theirs, ours(net, x, y, threat, Square(queries=151, horizon=150, skip_misclassified=True))
+            )
     assert same >= (SEEDS - 1 if isinstance(threat, L2) else SEEDS)
 
 
 @pytest.mark.parametrize("threat", WORLDS, ids=str)
 def test_square_with_its_own_random_choices_is_not_weaker(world, threat):
-    """The public search draws a window's corner from 0 … h - s - 1 and so never reaches the last row and column, which
+    """The public search takes a window's corner from 0 … h - s - 1 and so never reaches the last row and column, which
     on digits of 8 x 8 are a quarter of the image; ours does."""
     net, x, y = world
-    square = Square(queries=151, horizon=150, skip_broken=True)
+    square = Square(queries=151, horizon=150, skip_misclassified=True)
     theirs = [int(public(net, x, y, threat, ["square"], 1, 150, seed).sum()) for seed in range(SEEDS)]
     mine = [int(ours(net, x, y, threat, square, seed).sum()) for seed in range(SEEDS)]
     assert sum(mine) <= sum(theirs)
@@ -124,14 +126,14 @@ def test_the_whole_standard_suite_is_never_weaker(world, threat):
             FAB(iterations=15),
             Square(queries=100, horizon=100),
         ),
-        skip_broken=True,
+        skip_misclassified=True,
     )
     theirs = public(net, x, y, threat, ["apgd-ce", "apgd-t", "fab-t", "square"], 15, 100)
     assert ours(net, x, y, threat, quick).sum() <= theirs.sum()
 
 
 class Numbered(nn.Module):
-    """A random defence whose draws are numbered in the order in which they are asked for, so that a test repeats."""
+    """A random defence whose samples are numbered in the order in which they are asked for, so that a test repeats."""
 
     def __init__(self, defence: nn.Module) -> None:
         super().__init__()
@@ -145,12 +147,12 @@ class Numbered(nn.Module):
 
 @pytest.mark.parametrize("loss", ["ce", "dlr"])
 def test_apgd_on_a_purified_model_is_not_weaker_with_as_many_score_calls(loss):
-    """The public one ranks its iterates, and sets its step, by the last of its draws alone."""
-    (x, y), draws, iterations, threat = digits.held_out(30), 10, 10, L2(1.5)
+    """The public one ranks its iterates, and sets its step, by the last of its samples alone."""
+    (x, y), samples, iterations, threat = digits.held_out(30), 10, 10, L2(1.5)
     model = digits.defence()
     numbered = Numbered(model)
-    theirs = parity.public_rand(numbered, x, y, threat, loss, iterations, draws) - x
-    run = APGD(loss=loss, iterations=iterations - 1, eot=EOT(draws)).run(model, x, y, threat, seeds=range(len(x)))
+    theirs = parity.public_rand(numbered, x, y, threat, loss, iterations, samples) - x
+    run = APGD(loss=loss, iterations=iterations - 1, eot=EOT(samples)).run(model, x, y, threat, seeds=range(len(x)))
     assert sum(run.spent) == numbered.shown
     left = [sum(checks.survivors(model, x, y, threat, z, range(len(x)), EOT(50))) for z in (theirs, run.z)]
     assert left[1] <= left[0]

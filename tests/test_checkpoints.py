@@ -19,11 +19,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from diffpure import cards as cards_module
-from diffpure.cards import Card, card, cards, fetch, import_file, local_file, verify
-from diffpure.checkpoints import LAYOUTS, check_hash, load_state, read
 from diffpure.classifiers.load import ARCHITECTURES as CLASSIFIERS
 from diffpure.errors import InputError
+from diffpure.models import cards as cards_module
+from diffpure.models.cards import Card, card, cards, fetch, import_file, local_file, verify
+from diffpure.models.checkpoints import LAYOUTS, check_hash, load_state, read
 from diffpure.scores.load import ARCHITECTURES as SCORES
 
 GOLDEN = Path(__file__).parent / "golden"

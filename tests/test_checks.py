@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from diffpure.attacks import APGD, EOT, FAB, PGD, Square, Suite, Transfer, TwoStage
+from diffpure.diffusion.samplers import ReverseSDE
 from diffpure.evaluation import checks
-from diffpure.samplers import ReverseSDE
 from diffpure.threats import L2, Linf
 from victims import Linear, Noisy, problem
 
@@ -28,9 +28,9 @@ T, F = True, False
             "broke 1 images that the white-box",
         ),
         (
-            checks.still_falling("draws", 4, 16, [T] * 9, [T] * 9, random=T),
-            checks.still_falling("draws", 4, 16, [T] * 9, [T] * 2 + [F] * 7, random=T),
-            "16 draws instead of 4 broke 7 more of 9",
+            checks.still_falling("samples", 4, 16, [T] * 9, [T] * 9, random=T),
+            checks.still_falling("samples", 4, 16, [T] * 9, [T] * 2 + [F] * 7, random=T),
+            "16 samples instead of 4 broke 7 more of 9",
         ),
         (checks.unbounded_survivors([F, F]), checks.unbounded_survivors([F, T]), "1 of 2 images survived"),
         (checks.budget_exceeded([T, T]), checks.budget_exceeded([T, F]), "1 of 2 perturbations exceeded"),
@@ -109,11 +109,11 @@ def test_a_saturated_cross_entropy_is_reported_and_does_not_stop_the_attack():
 
 
 def test_every_attack_can_be_strengthened():
-    harder = checks.strengthened(Suite(attacks=(APGD(eot=EOT(5)), FAB(), Square(queries=10))), draws=4, moves=2)
+    harder = checks.strengthened(Suite(attacks=(APGD(eot=EOT(5)), FAB(), Square(queries=10))), samples=4, moves=2)
     apgd, fab, square = harder.attacks
-    assert (apgd.eot.draws, apgd.iterations, fab.iterations, square.queries) == (20, 200, 200, 20)
-    wrapped = checks.strengthened(TwoStage(attack=PGD(eot=EOT(5))), draws=2)
-    assert wrapped.attack.eot.draws == 10
+    assert (apgd.eot.samples, apgd.iterations, fab.iterations, square.queries) == (20, 200, 200, 20)
+    wrapped = checks.strengthened(TwoStage(attack=PGD(eot=EOT(5))), samples=2)
+    assert wrapped.attack.eot.samples == 10
     assert checks.strengthened(Transfer(attack=PGD()), moves=2).attack.iterations == 200
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffpure import weights
 from diffpure.classifiers import load_classifier
 from diffpure.classifiers.attributes import AttributeClassifier, AttributeNet
 from diffpure.classifiers.normalize import CIFAR10, IMAGENET, Normalize
@@ -20,6 +19,7 @@ from diffpure.classifiers.small import SmallResNet
 from diffpure.classifiers.vit import VisionTransformer
 from diffpure.classifiers.wrn import DMWideResNet, WideResNet
 from diffpure.errors import InputError
+from diffpure.models import weights
 
 MEMBERS: dict[str, Any] = {
     "wrn": lambda: WideResNet(10, 1, normalize=Normalize(CIFAR10)),

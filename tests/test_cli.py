@@ -18,13 +18,14 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import diffpure as dp
-from diffpure import cli, weights
+from diffpure import cli
 from diffpure.errors import InputError
 from diffpure.evaluation.results import Rate
 from diffpure.evaluation.spec import EvaluationSpec
 from diffpure.experiments import demo as demonstration
 from diffpure.experiments import run as experiments
 from diffpure.experiments.run import shipped_specs
+from diffpure.models import weights
 
 runner = CliRunner()
 
@@ -61,7 +62,7 @@ def test_help_does_not_wait_for_torch():
 @pytest.fixture
 def cheap_world(tmp_path, monkeypatch):
     """An empty folder to work in, with cheap models in place of the embedded ones and nothing fetched or trained."""
-    import diffpure.cards
+    import diffpure.models.cards
     import diffpure.scores.load
     from diffpure.data import cifar10
     from diffpure.training import recipes
@@ -72,7 +73,7 @@ def cheap_world(tmp_path, monkeypatch):
     monkeypatch.setattr(experiments, "load_classifier", lambda name, like=None: classifier)
     monkeypatch.setattr(experiments, "load_score", lambda name, like=None: score)
     monkeypatch.setattr(diffpure.scores.load, "load_score", lambda name, like=None: score)
-    monkeypatch.setattr(diffpure.cards, "fetch", lambda card, progress: tmp_path / card.file)
+    monkeypatch.setattr(diffpure.models.cards, "fetch", lambda card, progress: tmp_path / card.file)
     monkeypatch.setattr(cifar10, "fetch", lambda say: say("fetched"))
     monkeypatch.setattr(cifar10, "load", lambda *_: None)
     monkeypatch.setattr(recipes, "follow", lambda *_, **__: classifier)
@@ -144,7 +145,7 @@ def test_the_demo_writes_a_report_a_picture_and_runs(cheap_world):
 
 
 def test_the_runs_of_the_demo_verify(cheap_world, monkeypatch):
-    config = demonstration.DemoConfig(images=8, adaptive_images=2, iterations=2, draws=2, shown=2)
+    config = demonstration.DemoConfig(images=8, adaptive_images=2, iterations=2, samples=2, shown=2)
     demo = demonstration.run_demo(config, Path("runs"))
     (cheap_world / "elsewhere").mkdir()
     monkeypatch.chdir(cheap_world / "elsewhere")  # a demo is checked from any folder

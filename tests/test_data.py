@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from diffpure.data import cifar10
-from diffpure.data.samples import choose, places, samples
+from diffpure.data.samples import choose, indices, samples
 from diffpure.disk import home
 from diffpure.errors import InputError
 
@@ -248,7 +248,7 @@ def test_embedded_images():
     assert 0 <= images.min() < 0.05
     assert 0.95 < images.max() <= 1
     assert labels.bincount().tolist() == [50] * 10
-    assert len(places().unique()) == 500
+    assert len(indices().unique()) == 500
     few, their_labels = samples(7)
     assert torch.equal(few, images[:7])
     assert torch.equal(their_labels, labels[:7])
@@ -261,10 +261,10 @@ def test_embedded_images_are_the_ones_the_seed_draws():
         test = cifar10.load("test")
     except InputError:
         pytest.skip("CIFAR-10 is not in the cache")
-    assert torch.equal(places(), choose(test.labels))
+    assert torch.equal(indices(), choose(test.labels))
     images, labels = samples()
-    assert torch.equal(images, test[places()].float())
-    assert torch.equal(labels, test.labels[places()])
+    assert torch.equal(images, test[indices()].float())
+    assert torch.equal(labels, test.labels[indices()])
 
 
 @pytest.mark.parametrize("last", [True, False])

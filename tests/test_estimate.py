@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from diffpure.attacks import EOT, PGD
+from diffpure.diffusion.gradients import GRADIENT_MODES, Exact, Surrogate
+from diffpure.diffusion.samplers import Ancestral, FewStep, Langevin, OneShot, ProbabilityFlow, ReverseSDE
+from diffpure.diffusion.score import EpsilonScore
 from diffpure.evaluation.calibrate import Calibration, Line, _Peak, calibrate, rows_that_fit
 from diffpure.evaluation.estimate import Estimate, estimate
 from diffpure.evaluation.evaluate import evaluate, prepare
 from diffpure.evaluation.spec import ATTACKS
-from diffpure.gradients import GRADIENT_MODES, Exact, Surrogate
 from diffpure.purify import Defense, Purifier
-from diffpure.samplers import Ancestral, FewStep, Langevin, OneShot, ProbabilityFlow, ReverseSDE
-from diffpure.scores.base import EpsilonScore
 from evaluations import THREAT, defense, problem, spec_of, tiny_world
 from problems import images, tiny_classifier, tiny_unet
 
@@ -86,12 +86,12 @@ def test_a_line_through_two_measurements():
 
 
 def test_seconds_are_those_of_the_calls_that_are_made():
-    """One call costs 10 s and 1 s an image, a gradient ten times that: 4 images, 3 draws, at most 6 images a call."""
+    """One call costs 10 s and 1 s an image, a gradient ten times that: 4 images, 3 samples, at most 6 images a call."""
     x, y = problem(4)
     ready = prepare(defense(), x, y, THREAT, [PGD(iterations=2, eot=EOT(3))], rules=["worst of 2"], batch=4, rows=6)
     price = Calibration(5, (3, 6), Line(0, 1), forward=Line(10, 1), gradient=Line(100, 10), rows=6)
     said = estimate(ready.job, price, ready.units)
-    judged = 2 * 4 * 2 * 16 / 6  # clean and attacked, 4 images, 2 draws, at the price of one of six in a call
+    judged = 2 * 4 * 2 * 16 / 6  # clean and attacked, 4 images, 2 samples, at the price of one of six in a call
     looks = 4 * 3 * (2 * 160 / 6 + 2 * 16 / 6)  # two with a gradient, the first and the last without
     assert said.seconds == pytest.approx(judged + looks)
     assert (said.images, said.gradients, said.queries, said.memory) == (4, 4 * 6, 4 * (6 + 2 * 2), 6)

@@ -14,7 +14,7 @@ from diffpure.evaluation.calibrate import _Peak
 from diffpure.evaluation.engine import Local, Work
 from diffpure.evaluation.estimate import spending
 from diffpure.evaluation.evaluate import evaluate, prepare
-from diffpure.evaluation.pictures import save_pngs
+from diffpure.evaluation.pngs import save_pngs
 from diffpure.evaluation.results import CLEAN
 from diffpure.threats import Linf
 from evaluations import THREAT, Linear, attacks, defense, line_up, problem, settle, timeless
@@ -39,7 +39,7 @@ def test_a_linear_model_has_its_exact_robust_accuracy(tmp_path):
 
 def test_what_an_attack_spends_is_known(reference):
     rows = [row for row in reference.rows if row.attack == "pgd-ce"]
-    assert {(row.gradients, row.queries) for row in rows} == {(4, 4)}  # 2 steps × 2 draws; first and last look × 2
+    assert {(row.gradients, row.queries) for row in rows} == {(4, 4)}  # 2 steps × 2 samples; first and last look × 2
     forward, gradient = 3, 6  # three steps, each of them again in the backward pass
     assert reference.header["calls"] == [forward, gradient]
     assert {row.score_calls for row in rows} == {4 * gradient + (4 + 4) * forward}
@@ -87,8 +87,8 @@ def test_fixed_noise_is_judged_with_the_noise_that_the_attack_knew():
     known = PGD(iterations=6, step_size=2 / 255, eot=EOT(1, fixed=True))
     found = evaluate(defense(), x, y, Linf(16 / 255), {"known": known}, rules=["one-shot"])
     rows = [row for row in found.rows if row.attack == "known"]
-    assert any(row.broken for row in rows)
-    assert all(row.broken == (row.predictions[0] != row.label) for row in rows)
+    assert any(row.misclassified for row in rows)
+    assert all(row.misclassified == (row.predictions[0] != row.label) for row in rows)
 
 
 def test_a_random_model_without_seeds_is_seeded_image_by_image():
@@ -122,7 +122,7 @@ def test_what_was_not_tried_is_said():
     attack = PGD(iterations=1)
     for tried, probe, said in (([attack], 0, True), ([attack], 2, False), ([], 0, False)):
         found = evaluate(model, x, y, Linf(0.15), tried, probe=probe)
-        assert any(text.startswith("Not tried: whether more draws") for text in found.warnings) == said
+        assert any(text.startswith("Not tried: whether more samples") for text in found.warnings) == said
 
 
 def test_every_result_says_where_the_cross_entropy_saturates():
@@ -149,7 +149,7 @@ def test_memory_does_not_grow_with_the_images():
         ready = prepare(Linear(), x, y, Linf(0.05), [PGD(iterations=2)], rules=["one-shot"], batch=50, rows=50)
         counter = _Peak()
         with counter:
-            for done in Local().run(Work(ready.job, x, y, ready.places, ready.units), lambda *_: None):
+            for done in Local().run(Work(ready.job, x, y, ready.indices, ready.units), lambda *_: None):
                 assert done.rows
         return counter.peak - x.nbytes - y.nbytes
 
@@ -183,7 +183,7 @@ def test_pngs_keep_the_budget(tmp_path):
         ({"rules": []}, "needs one place an image"),
         ({"seeds": []}, "needs one place an image"),
         ({"batch": 0}, "batch and rows of at least 1"),
-        ({"places": [0, 0, 1, 2, 3]}, "one place an image"),
+        ({"indices": [0, 0, 1, 2, 3]}, "one place an image"),
         ({"rules": ["best of 3"]}, "Unknown decision rule"),
     ],
 )

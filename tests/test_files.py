@@ -1,4 +1,4 @@
-"""Purifying files: odd ones keep what they are, broken ones are reported, a second run continues the first."""
+"""Purifying files: odd ones keep what they are, damaged ones are reported, a second run continues the first."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ import diffpure.files
 import diffpure.scores.load
 from diffpure import cli
 from diffpure.cli import images as image_commands
+from diffpure.diffusion.sde import VPSDE
 from diffpure.errors import InputError
 from diffpure.files import Item, Picture, Report, _groups, _seed_of, _starts, purify_files, purify_images, read_picture
-from diffpure.sde import VPSDE
 
 runner = CliRunner()
 
@@ -99,8 +99,8 @@ def damaged_files():
         "huge.png": b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk)),
         "zeros.jpg": bytes(200),
         "nan.npz": nan.getvalue(),
-        "broken.npz": b"PK no",
-        "broken.tar": b"no tar",
+        "damaged.npz": b"PK no",
+        "damaged.tar": b"no tar",
         "infinite.tif": endless.getvalue(),
     }
 
@@ -216,8 +216,8 @@ def test_a_second_run_continues_the_first(folder, tmp_path):
 
 def test_archives_arrays_and_globs(tmp_path):
     stack = np.stack([smooth(16, 16), smooth(16, 16)])
-    broken = np.stack([smooth(16, 16) / 255, np.full((16, 16, 3), np.nan)])
-    np.savez(tmp_path / "set.npz", x=stack, y=np.arange(2), z=broken)
+    damaged = np.stack([smooth(16, 16) / 255, np.full((16, 16, 3), np.nan)])
+    np.savez(tmp_path / "set.npz", x=stack, y=np.arange(2), z=damaged)
     (tmp_path / "bad.npz").write_bytes(b"PK no")
     data = io.BytesIO()
     Image.fromarray(smooth(16, 16)).save(data, "PNG")

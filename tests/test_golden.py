@@ -17,18 +17,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from diffpure.checkpoints import LAYOUTS, frozen, load_state, read
 from diffpure.classifiers.attributes import AttributeClassifier, AttributeNet
 from diffpure.classifiers.resnet import CifarResNet, ImageNetResNet
 from diffpure.classifiers.vit import VisionTransformer
 from diffpure.classifiers.wrn import DMWideResNet, WideResNet
+from diffpure.diffusion.score import EpsilonScore
+from diffpure.diffusion.sde import VPSDE, DiscreteVP, over
 from diffpure.errors import InputError
-from diffpure.scores.base import EpsilonScore
+from diffpure.models.checkpoints import LAYOUTS, frozen, load_state, read
 from diffpure.scores.ddpm import DDPMScore, DDPMUNet
 from diffpure.scores.ddpmpp import DDPMpp, DDPMppScore
 from diffpure.scores.guided import GuidedScore, GuidedUNet
 from diffpure.scores.hf import HFScore, unet2d
-from diffpure.sde import VPSDE, DiscreteVP, over
 
 Config = Mapping[str, Any]
 

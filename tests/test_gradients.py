@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffpure.errors import InputError
-from diffpure.gradients import (
+from diffpure.diffusion.gradients import (
     BPDA,
     GRADIENT_MODES,
     Adjoint,
@@ -24,9 +23,10 @@ from diffpure.gradients import (
     graph_bytes,
     is_approximate,
 )
-from diffpure.samplers import FewStep, Langevin, ProbabilityFlow, ReverseSDE
+from diffpure.diffusion.samplers import FewStep, Langevin, ProbabilityFlow, ReverseSDE
+from diffpure.errors import InputError
+from diffpure.noise import Noise
 from diffpure.scores import GaussianScore
-from diffpure.sde import Noise
 from problems import EULER, SAMPLERS, GaussianWorld, images, tiny_unet
 
 VARIANCES = (0.01, 0.05, 0.1, 0.5, 1.0)

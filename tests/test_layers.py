@@ -15,16 +15,13 @@ LAYERS = (
     "errors",
     "disk",
     "validate",
-    "sde",
-    "checkpoints",
-    "weights",
-    "cards",
+    "noise",
+    "diffusion",
+    "models",
     "scores",
     "classifiers",
-    "paths",
-    "samplers",
-    "gradients",
     "purify",
+    "purifiers",
     "theory",
     "advice",
     "audit",
@@ -39,7 +36,7 @@ LAYERS = (
     "report",
     "cli",
 )
-FORBIDDEN = {"attacks": {"purify", "samplers", "gradients", "paths"}, "report": {"torch"}}
+FORBIDDEN = {"attacks": {"purify", "purifiers", "scores"}, "report": {"torch"}}
 
 
 def layer_of(module: str) -> str:

@@ -13,15 +13,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffpure.cards import card
-from diffpure.checkpoints import LAYOUTS
+from diffpure.diffusion.sde import STEPS, VPSDE, DiscreteVP
 from diffpure.errors import InputError
+from diffpure.models.cards import card
+from diffpure.models.checkpoints import LAYOUTS
 from diffpure.scores import DenoiserScore, GaussianScore, load_score
 from diffpure.scores.ddpm import DDPMScore, DDPMUNet
 from diffpure.scores.ddpmpp import DDPMpp, DDPMppScore
 from diffpure.scores.guided import GuidedScore, GuidedUNet
 from diffpure.scores.hf import HFScore, load_folder, schedule, unet2d
-from diffpure.sde import STEPS, VPSDE, DiscreteVP
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -99,7 +99,7 @@ RESIDUAL = {
 
 def guided_places(levels: int, blocks: int) -> dict[str, str]:
     """Diffusers' name of each part of guided diffusion."""
-    places = {
+    indices = {
         "time_embed.0": "time_embedding.linear_1", "time_embed.2": "time_embedding.linear_2", "out.0": "conv_norm_out",
         "out.2": "conv_out", "input_blocks.0.0": "conv_in", "middle_block.0": "mid_block.resnets.0",
         "middle_block.1": "mid_block.attentions.0", "middle_block.2": "mid_block.resnets.1",
@@ -107,25 +107,25 @@ def guided_places(levels: int, blocks: int) -> dict[str, str]:
     n = 1
     for level in range(levels):
         for i in range(blocks):
-            places[f"input_blocks.{n}.0"] = f"down_blocks.{level}.resnets.{i}"
-            places[f"input_blocks.{n}.1"] = f"down_blocks.{level}.attentions.{i}"
+            indices[f"input_blocks.{n}.0"] = f"down_blocks.{level}.resnets.{i}"
+            indices[f"input_blocks.{n}.1"] = f"down_blocks.{level}.attentions.{i}"
             n += 1
-        places[f"input_blocks.{n}.0"] = f"down_blocks.{level}.downsamplers.0"
+        indices[f"input_blocks.{n}.0"] = f"down_blocks.{level}.downsamplers.0"
         n += 1
     for n in range(levels * (blocks + 1)):
         up, i = divmod(n, blocks + 1)
-        places[f"output_blocks.{n}.0"] = f"up_blocks.{up}.resnets.{i}"
-        places[f"output_blocks.{n}.1"] = f"up_blocks.{up}.attentions.{i}"
-        places[f"output_blocks.{n}.2"] = f"up_blocks.{up}.upsamplers.0"
-    return places
+        indices[f"output_blocks.{n}.0"] = f"up_blocks.{up}.resnets.{i}"
+        indices[f"output_blocks.{n}.1"] = f"up_blocks.{up}.attentions.{i}"
+        indices[f"output_blocks.{n}.2"] = f"up_blocks.{up}.upsamplers.0"
+    return indices
 
 
-def guided_as_diffusers(network: GuidedUNet, places: dict[str, str], head: int) -> dict[str, Tensor]:
+def guided_as_diffusers(network: GuidedUNet, indices: dict[str, str], head: int) -> dict[str, Tensor]:
     """The state of a guided UNet under the names of diffusers, q, k and v taken apart head by head."""
     renamed: dict[str, Tensor] = {}
     for key, value in network.state_dict().items():
-        part = max((place for place in places if key.startswith(f"{place}.")), key=len)
-        there, rest = places[part], key.removeprefix(f"{part}.")
+        part = max((place for place in indices if key.startswith(f"{place}.")), key=len)
+        there, rest = indices[part], key.removeprefix(f"{part}.")
         if ".attentions." in there and "_layers" in rest:  # without attention the up block is the second one
             there = there.split(".attentions.")[0] + ".upsamplers.0"
         for ours, theirs in RESIDUAL.items():
@@ -331,7 +331,7 @@ def test_a_score_sde_file_loads_by_its_card(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("DIFFPURE_CACHE", str(tmp_path))
     config = json.loads((GOLDEN / "ncsnpp_checkpoint.small.json").read_text())["config"]
     small = replace(card("cifar10-ddpmpp"), config=config)
-    monkeypatch.setattr("diffpure.cards.cards", lambda kind=None: {small.name: small})
+    monkeypatch.setattr("diffpure.models.cards.cards", lambda kind=None: {small.name: small})
     score = load_score(GOLDEN / "ncsnpp_checkpoint.small.pth", like="cifar10-ddpmpp")
     assert isinstance(score, DDPMppScore)
     assert not any(p.requires_grad for p in score.parameters())

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import diffpure as dp
-from diffpure.samplers import SAMPLERS as NAMED
-from diffpure.samplers import Sampler
-from diffpure.sde import VPSDE, over
+from diffpure.diffusion.samplers import SAMPLERS as NAMED
+from diffpure.diffusion.samplers import Sampler
+from diffpure.diffusion.sde import VPSDE, over
 from problems import SAMPLERS, images, tiny_classifier, tiny_unet
 
 FAST = dp.FewStep(t_star=0.1, steps=3)

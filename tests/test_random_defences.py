@@ -1,4 +1,4 @@
-"""What a random defence does to attacks: draws and their means, known noise, and a real one on digits."""
+"""What a random defence does to attacks: samples and their means, known noise, and a real one on digits."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from diffpure.attacks import APGD, DIFFUSION_ONLY, EOT, LOSSES, PGD, Transfer, TwoStage, draw_seeds, look
-from diffpure.attacks.draws import uniforms
+from diffpure.attacks import APGD, DIFFUSION_ONLY, EOT, LOSSES, PGD, Transfer, TwoStage, expect, sample_seeds
+from diffpure.attacks.seeds import uniforms
 from diffpure.evaluation.checks import attacked, fewer
-from diffpure.sde import Noise
+from diffpure.noise import Noise
 from diffpure.threats import L2, Linf
 from victims import Noisy, problem
 
@@ -19,16 +19,16 @@ FEW = EOT(4)
 MODES = ("exact", "surrogate", "bpda")  # gradient modes, the best first
 
 
-# -------------------------------------------------------------------------------------------------------------- draws
+# -------------------------------------------------------------------------------------------------------------- samples
 
 
 def test_draw_seeds_are_recorded_fresh_and_of_the_image_alone():
-    first = draw_seeds([7, 8], 3, 4)
+    first = sample_seeds([7, 8], 3, 4)
     assert len(set(first)) == 8
-    assert draw_seeds([8], 3, 4) == first[4:]
-    assert not set(draw_seeds([7, 8], 4, 4)) & set(first)
-    assert draw_seeds([7, 8], 3, 2, fixed=True) == draw_seeds([7, 8], 9, 2, fixed=True)
-    assert draw_seeds([7, 8], 3, 1, fixed=True) == (7, 8)
+    assert sample_seeds([8], 3, 4) == first[4:]
+    assert not set(sample_seeds([7, 8], 4, 4)) & set(first)
+    assert sample_seeds([7, 8], 3, 2, fixed=True) == sample_seeds([7, 8], 9, 2, fixed=True)
+    assert sample_seeds([7, 8], 3, 1, fixed=True) == (7, 8)
     u = uniforms(range(200), 0, 50)
     assert 0 <= u.min() <= u.max() < 1
     assert abs(u.mean().item() - 0.5) < 0.01
@@ -41,11 +41,11 @@ def test_a_look_is_the_mean_over_all_draws_in_any_batching(average, loss):
     x, y = problem(3)
     model, x = Noisy(sigma=0.3), x.double()
     seen = {
-        rows: look(model, x, y, LOSSES[loss], EOT(5, average, rows), (1, 2, 3), 0, gradient=True)
+        rows: expect(model, x, y, LOSSES[loss], EOT(5, average, rows), (1, 2, 3), 0, gradient=True)
         for rows in (1, 4, 10, 99)
     }
     leaf = x.clone().requires_grad_()
-    seeds = draw_seeds((1, 2, 3), 0, 5)
+    seeds = sample_seeds((1, 2, 3), 0, 5)
     logits = model(leaf.repeat_interleave(5, 0), seeds=seeds).reshape(3, 5, -1)
     value = LOSSES[loss].loss(logits.mean(1, keepdim=True) if average == "logits" else logits, y, y)
     (gradient,) = torch.autograd.grad(value.sum(), leaf)
@@ -61,7 +61,7 @@ def test_a_known_noise_is_attacked_to_the_letter():
     attack = APGD(iterations=15, eot=EOT(1, fixed=True))
     run = attack.run(model, x, y, threat, seeds=seeds)
     wrong = model(threat.apply(x, run.z), seeds=seeds).argmax(1) != y
-    assert torch.equal(wrong, run.broken)
+    assert torch.equal(wrong, run.misclassified)
     fresh = APGD(iterations=15)(model, x, y, threat, seeds=seeds)
     assert wrong.sum() >= (model(threat.apply(x, fresh), seeds=seeds).argmax(1) != y).sum()
 
@@ -70,9 +70,9 @@ def test_iterates_are_ranked_on_all_their_draws_and_not_on_the_last():
     x, y = problem(20)
     model, threat, judges = Noisy(sigma=1.0), Linf(0.02), tuple(range(20))
     means = []
-    for draws in (1, 20):
-        z = APGD(iterations=15, eot=EOT(draws))(model, x, y, threat, seeds=range(20))
-        seen = look(model, threat.apply(x, z), y, LOSSES["margin"], EOT(200), judges, 1 << 30)
+    for samples in (1, 20):
+        z = APGD(iterations=15, eot=EOT(samples))(model, x, y, threat, seeds=range(20))
+        seen = expect(model, threat.apply(x, z), y, LOSSES["margin"], EOT(200), judges, 1 << 30)
         means.append(seen.loss.mean())
     assert means[1] > means[0]
 
@@ -80,13 +80,13 @@ def test_iterates_are_ranked_on_all_their_draws_and_not_on_the_last():
 def test_the_two_stage_rule_needs_both_means_to_fail():
     x, y = problem(30)
     model, threat = Noisy(sigma=1.0), Linf(0.01)
-    attack = TwoStage(attack=PGD(iterations=8, step_size=0.004, eot=EOT(2, "logits")), defence_draws=60)
+    attack = TwoStage(attack=PGD(iterations=8, step_size=0.004, eot=EOT(2, "logits")), defence_samples=60)
     run = attack.run(model, x, y, threat, seeds=range(30))
     one_stage = run.state["inner/rank"] > 0
-    assert one_stage[run.broken].all()
-    assert run.broken.sum() < one_stage.sum()  # means of 2 draws fail more often than means of 60
-    judged = look(model, threat.apply(x, run.z), y, LOSSES["margin"], EOT(400, "logits"), run.seeds, 1 << 30)
-    assert (judged.loss[run.broken] > -0.3).all()
+    assert one_stage[run.misclassified].all()
+    assert run.misclassified.sum() < one_stage.sum()  # means of 2 samples fail more often than means of 60
+    judged = expect(model, threat.apply(x, run.z), y, LOSSES["margin"], EOT(400, "logits"), run.seeds, 1 << 30)
+    assert (judged.loss[run.misclassified] > -0.3).all()
 
 
 def test_the_diffusion_alone_is_driven_away_from_its_input():

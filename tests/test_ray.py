@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from diffpure.attacks import APGD, EOT, PGD
+from diffpure.diffusion.samplers import ReverseSDE
 from diffpure.errors import InputError
 from diffpure.evaluation.engine import Engine, Local, Ray
 from diffpure.evaluation.evaluate import evaluate
 from diffpure.evaluation.results import Result, read_rows
 from diffpure.purify import Defense, Purifier
-from diffpure.samplers import ReverseSDE
 from diffpure.threats import Linf
 from evaluations import timeless
 from problems import images, tiny_classifier, tiny_unet

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from diffpure import cli
 from diffpure.data import cifar10
 from diffpure.data.cifar10 import Images
+from diffpure.diffusion.samplers import OneShot
 from diffpure.errors import InputError
-from diffpure.samplers import OneShot
 from diffpure.threats import L2, Linf
 from diffpure.training import recipes
 from diffpure.training.adversarial import FAST_LINF, Adversary

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import diffpure as dp
-from diffpure import cli, weights
+from diffpure import cli
 from diffpure.data.samples import samples
 from diffpure.errors import InputError
 from diffpure.evaluation.evaluate import evaluate
@@ -22,6 +22,7 @@ from diffpure.evaluation.gallery import FILE, Gallery
 from diffpure.evaluation.spec import EvaluationSpec
 from diffpure.experiments import run as experiments
 from diffpure.experiments.pictures import NAMES, gallery_of
+from diffpure.models import weights
 from diffpure.report.page import FORMATS, html
 from diffpure.report.runs import read_run, sweeps
 from problems import images, tiny_classifier, tiny_unet

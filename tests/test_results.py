@@ -60,7 +60,7 @@ def test_a_rate_is_of_something():
         ("worst of 3", [0, 0, 1], {}, False),
         ("majority of 3", [0, 0, 1], {}, True),
         ("majority of 4", [0, 0, 1, 1], {}, False),  # a tie is no majority
-        ("majority of 5", [0, 0, 1, 2, 3], {}, True),  # of all classes, not of all draws
+        ("majority of 5", [0, 0, 1, 2, 3], {}, True),  # of all classes, not of all samples
         ("majority of 3", [1, 2, 3], {}, False),
         ("worst of 10", [0], {}, True),  # a model that is not random has one draw
     ],

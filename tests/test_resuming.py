@@ -1,4 +1,4 @@
-"""An evaluation that is killed, resumed, split otherwise, watched, and written to a broken disk: the same rows."""
+"""An evaluation that is killed, resumed, split otherwise, watched, and written to a full disk: the same rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from diffpure.attacks import PGD
-from diffpure.attacks.base import Run
+from diffpure.attacks.base import AttackRun
 from diffpure.errors import InputError
 from diffpure.evaluation.engine import Local, Step, Work
 from diffpure.evaluation.evaluate import Tick, _ticker, evaluate, prepare
@@ -83,7 +83,7 @@ def test_an_interrupted_attack_goes_on_from_its_step(tmp_path, reference):
     with pytest.raises(KeyboardInterrupt):
         settle(tmp_path / "r", progress=interrupt)
     assert (tmp_path / "r" / "state.safetensors").is_file()
-    assert Run.of(load_file(tmp_path / "r" / "state.safetensors")).step == steps[-1][1]
+    assert AttackRun.of(load_file(tmp_path / "r" / "state.safetensors")).step == steps[-1][1]
     steps += [None] * 9
     found = settle(tmp_path / "r", progress=interrupt)
     assert steps[12] == (steps[2][0], steps[2][1] + 1) if steps[2][1] < 3 else steps[12][1] == 1
@@ -127,7 +127,7 @@ def test_other_plans_draw_the_same_noise(reference, batch, rows):
 
 def test_a_subset_of_the_images_has_the_same_rows(reference):
     x, y = problem()
-    found = evaluate(defense(), x[2:4], y[2:4], THREAT, attacks(), rules=RULES, places=[2, 3], batch=BATCH, rows=8)
+    found = evaluate(defense(), x[2:4], y[2:4], THREAT, attacks(), rules=RULES, indices=[2, 3], batch=BATCH, rows=8)
     assert timeless(found.rows) == timeless([row for row in reference.rows if row.image in (2, 3)])
 
 

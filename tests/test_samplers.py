@@ -9,11 +9,21 @@ import torch
 from safetensors.torch import load_file
 from torchdiffeq import odeint
 
+from diffpure.diffusion.gradients import Exact, walk
+from diffpure.diffusion.samplers import (
+    DDIM,
+    Ancestral,
+    FewStep,
+    Langevin,
+    OneShot,
+    ProbabilityFlow,
+    ReverseSDE,
+    time_grid,
+)
+from diffpure.diffusion.sde import VPSDE
 from diffpure.errors import InputError
-from diffpure.gradients import Exact, walk
-from diffpure.samplers import DDIM, Ancestral, FewStep, Langevin, OneShot, ProbabilityFlow, ReverseSDE, time_grid
+from diffpure.noise import Noise
 from diffpure.scores import GaussianScore
-from diffpure.sde import VPSDE, Noise
 from problems import SAMPLERS, GaussianWorld, golden_score, tiny_unet
 
 VARIANCES = (0.01, 0.05, 0.1, 0.5, 1.0)

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from diffpure.diffusion.sde import VPSDE, DiscreteVP
 from diffpure.errors import InputError
-from diffpure.sde import VPSDE, DiscreteVP, Noise, mix
+from diffpure.noise import Noise, mix
 
 SDE = VPSDE()
 
@@ -103,7 +104,7 @@ def test_noise_is_standard_normal():
 
 
 def test_noise_is_the_same_in_another_process():
-    code = "import torch; from diffpure.sde import Noise; print(Noise((2**63 + 5,))(2, torch.empty(1, 8)).tolist())"
+    code = "import torch; from diffpure.noise import Noise; print(Noise((2**63 + 5,))(2, torch.empty(1, 8)).tolist())"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert json.loads(other) == Noise((2**63 + 5,))(2, torch.empty(1, 8)).tolist()
 

@@ -11,10 +11,10 @@ from diffpure.classifiers.load import load_classifier
 from diffpure.classifiers.small import ARCHITECTURES, SmallResNet
 from diffpure.data.samples import samples
 from diffpure.errors import InputError
+from diffpure.models.weights import cards, embedded, pack
 from diffpure.scores.small import SmallUNet
 from diffpure.threats import Linf
 from diffpure.training.cost import multiply_adds, parameters
-from diffpure.weights import cards, embedded, pack
 from problems import shaken
 
 X = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))

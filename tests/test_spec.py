@@ -56,7 +56,7 @@ def test_what_people_write():
 def test_a_preset_takes_arguments_for_all_its_attacks():
     rand = attacks_of({"kind": "autoattack-rand", "iterations": 9, "eot": 3})
     assert [a.iterations for a in rand] == [9, 9]  # type: ignore[attr-defined]
-    assert {a.ranking.draws for a in rand} == {3}
+    assert {a.ranking.samples for a in rand} == {3}
     (suite,) = attacks_of({"kind": "autoattack-standard", "queries": 11})
     assert suite.attacks[-1].queries == 11  # type: ignore[attr-defined]
     for kind in ATTACKS:
@@ -84,7 +84,7 @@ def test_a_spec_can_name_every_attack():
     for preset in exported:
         if isinstance(preset, Attack) or (isinstance(preset, tuple) and preset and isinstance(preset[0], Attack)):
             assert preset in named or any(preset == a.attacks for a in named if isinstance(a, Suite))
-    known = attacks_of({"kind": "pgd", "eot": {"draws": 2, "fixed": True}})  # the attacker who knows the noise
+    known = attacks_of({"kind": "pgd", "eot": {"samples": 2, "fixed": True}})  # the attacker who knows the noise
     assert known == (PGD(eot=EOT(2, fixed=True)),)
 
 
@@ -100,7 +100,7 @@ def test_a_spec_can_name_every_attack():
         ({"model": {"classifier": "x", "sampler": {"t_star": 2.0}}}, "t\\* is a time"),
         ({"attacks": [{"kind": "pdg"}]}, "did you mean 'pgd'"),
         ({"attacks": [{"kind": "pgd", "iteration": 3}]}, "did you mean 'iterations'"),
-        ({"attacks": [{"kind": "pgd", "eot": {"draw": 3}}]}, "did you mean 'draws'"),
+        ({"attacks": [{"kind": "pgd", "eot": {"sample": 3}}]}, "did you mean 'samples'"),
         ({"attacks": [{"kind": "pgd", "loss": "xe"}]}, "Unknown loss"),
         ({"attacks": {"kind": "pgd"}}, "is a list"),
         ({"threat": {"kind": "linf", "eps": -1}}, "eps > 0"),

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffpure.advice import suggest_t_star
+from diffpure.diffusion.gradients import walk
+from diffpure.diffusion.samplers import FewStep, ReverseSDE
+from diffpure.diffusion.sde import VPSDE
 from diffpure.errors import InputError
-from diffpure.gradients import walk
-from diffpure.samplers import FewStep, ReverseSDE
+from diffpure.noise import Noise
 from diffpure.scores import GaussianScore
-from diffpure.sde import VPSDE, Noise
 from diffpure.theory import (
     Mixture,
     c_delta,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffpure.errors import InputError
-from diffpure.sde import Noise
+from diffpure.noise import Noise
 from diffpure.threats import L2, THREATS, Flow, Linf, Norm, ThreatModel, threat
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(2, 9), st.integers(2, 9))

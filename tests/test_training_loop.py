@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from diffpure.classifiers.small import ARCHITECTURES
 from diffpure.data.cifar10 import Images
+from diffpure.diffusion.samplers import OneShot
+from diffpure.diffusion.score import GaussianScore
 from diffpure.errors import InputError
 from diffpure.purify import Purifier
-from diffpure.samplers import OneShot
-from diffpure.scores.base import GaussianScore
 from diffpure.scores.small import SmallUNet
 from diffpure.training import precision
 from diffpure.training.adversarial import FAST_LINF

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from diffpure.sde import Noise
+from diffpure.noise import Noise
 
 
 class Linear(nn.Module):

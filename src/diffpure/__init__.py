@@ -29,30 +29,30 @@ if TYPE_CHECKING:
     from diffpure.audit import Audit as Audit
     from diffpure.audit import audit_gradient as audit_gradient
     from diffpure.classifiers.load import load_classifier as load_classifier
+    from diffpure.diffusion.gradients import BPDA as BPDA
+    from diffpure.diffusion.gradients import Adjoint as Adjoint
+    from diffpure.diffusion.gradients import Backprop as Backprop
+    from diffpure.diffusion.gradients import Exact as Exact
+    from diffpure.diffusion.gradients import Surrogate as Surrogate
+    from diffpure.diffusion.samplers import DDIM as DDIM
+    from diffpure.diffusion.samplers import Ancestral as Ancestral
+    from diffpure.diffusion.samplers import FewStep as FewStep
+    from diffpure.diffusion.samplers import Langevin as Langevin
+    from diffpure.diffusion.samplers import OneShot as OneShot
+    from diffpure.diffusion.samplers import ProbabilityFlow as ProbabilityFlow
+    from diffpure.diffusion.samplers import ReverseSDE as ReverseSDE
+    from diffpure.diffusion.score import EpsilonScore as EpsilonScore
+    from diffpure.diffusion.score import GaussianScore as GaussianScore
+    from diffpure.diffusion.score import ScoreModel as ScoreModel
+    from diffpure.diffusion.sde import VPSDE as VPSDE
+    from diffpure.diffusion.sde import DiscreteVP as DiscreteVP
     from diffpure.errors import InputError as InputError
     from diffpure.evaluation.evaluate import evaluate as evaluate
-    from diffpure.gradients import BPDA as BPDA
-    from diffpure.gradients import Adjoint as Adjoint
-    from diffpure.gradients import Backprop as Backprop
-    from diffpure.gradients import Exact as Exact
-    from diffpure.gradients import Surrogate as Surrogate
+    from diffpure.noise import Noise as Noise
     from diffpure.purify import Defense as Defense
     from diffpure.purify import Purifier as Purifier
-    from diffpure.samplers import DDIM as DDIM
-    from diffpure.samplers import Ancestral as Ancestral
-    from diffpure.samplers import FewStep as FewStep
-    from diffpure.samplers import Langevin as Langevin
-    from diffpure.samplers import OneShot as OneShot
-    from diffpure.samplers import ProbabilityFlow as ProbabilityFlow
-    from diffpure.samplers import ReverseSDE as ReverseSDE
-    from diffpure.scores.base import EpsilonScore as EpsilonScore
-    from diffpure.scores.base import GaussianScore as GaussianScore
-    from diffpure.scores.base import ScoreModel as ScoreModel
     from diffpure.scores.denoiser import DenoiserScore as DenoiserScore
     from diffpure.scores.load import load_score as load_score
-    from diffpure.sde import VPSDE as VPSDE
-    from diffpure.sde import DiscreteVP as DiscreteVP
-    from diffpure.sde import Noise as Noise
     from diffpure.threats import L2 as L2
     from diffpure.threats import Flow as Flow
     from diffpure.threats import Linf as Linf
@@ -84,7 +84,7 @@ _HOMES = {
     "diffpure.classifiers.load": ("load_classifier",),
     "diffpure.errors": ("InputError",),
     "diffpure.evaluation.evaluate": ("evaluate",),
-    "diffpure.gradients": (
+    "diffpure.diffusion.gradients": (
         "Adjoint",
         "BPDA",
         "Backprop",
@@ -95,7 +95,7 @@ _HOMES = {
         "Defense",
         "Purifier",
     ),
-    "diffpure.samplers": (
+    "diffpure.diffusion.samplers": (
         "Ancestral",
         "DDIM",
         "FewStep",
@@ -104,18 +104,18 @@ _HOMES = {
         "ProbabilityFlow",
         "ReverseSDE",
     ),
-    "diffpure.scores.base": (
+    "diffpure.diffusion.score": (
         "EpsilonScore",
         "GaussianScore",
         "ScoreModel",
     ),
     "diffpure.scores.denoiser": ("DenoiserScore",),
     "diffpure.scores.load": ("load_score",),
-    "diffpure.sde": (
+    "diffpure.diffusion.sde": (
         "DiscreteVP",
-        "Noise",
         "VPSDE",
     ),
+    "diffpure.noise": ("Noise",),
     "diffpure.threats": (
         "Flow",
         "L2",

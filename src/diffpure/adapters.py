@@ -1,7 +1,7 @@
 """Defences as other people's attacks want them, and as our own attacks along the path want them.
 
 A `Defense` is a plain module: foolbox, ART, torchattacks and the public AutoAttack attack it as it is, one fresh draw
-a call. What they lack is the expectation over draws (`Averaged`), a name for the range of the images (foolbox) and a
+a call. What they lack is the expectation over samples (`Averaged`), a name for the range of the images (foolbox) and a
 preprocessor whose gradient is the purifier's own instead of the identity (ART). Foreign packages are imported when
 they are asked for.
 """
@@ -18,37 +18,39 @@ import torch
 from torch import Tensor, nn
 
 from diffpure.attacks import APGD, EOT, Transfer
+from diffpure.diffusion.paths import Path
+from diffpure.diffusion.sde import over
 from diffpure.errors import InputError
+from diffpure.noise import Noise, mix
 from diffpure.purify import Defense, Purifier, Seeds
-from diffpure.sde import Noise, Path, mix, over
 
 
 @final
 class Averaged(nn.Module):
-    """The mean logits of several fresh draws a call, so that an attack without EOT has the gradient of the mean."""
+    """The mean logits of several fresh samples a call, so that an attack without EOT has the gradient of the mean."""
 
     stochastic = True
 
-    def __init__(self, model: nn.Module, draws: int = 20) -> None:
+    def __init__(self, model: nn.Module, samples: int = 20) -> None:
         super().__init__()
-        if draws < 1:
-            raise InputError(f"Averaged needs one draw or more, got {draws}.")
+        if samples < 1:
+            raise InputError(f"Averaged needs one draw or more, got {samples}.")
         self.model = model
-        self.draws = draws
+        self.samples = samples
 
     def forward(self, images: Tensor, seeds: Seeds = None) -> Tensor:
-        """Logits (B, classes); the draws of an image follow from its seed."""
-        drawn = [mix(seed, d) for seed in Noise.of(seeds, len(images)).seeds for d in range(self.draws)]
-        repeated = images.repeat_interleave(self.draws, 0)
+        """Logits (B, classes); the samples of an image follow from its seed."""
+        drawn = [mix(seed, d) for seed in Noise.of(seeds, len(images)).seeds for d in range(self.samples)]
+        repeated = images.repeat_interleave(self.samples, 0)
         logits: Tensor = self.model(repeated, seeds=drawn)
-        return logits.reshape(len(images), self.draws, -1).mean(1)
+        return logits.reshape(len(images), self.samples, -1).mean(1)
 
 
-def foolbox_model(model: nn.Module, draws: int = 1) -> Any:
-    """The model for foolbox: images in [0, 1], each call the mean of so many draws if the model is random."""
+def foolbox_model(model: nn.Module, samples: int = 1) -> Any:
+    """The model for foolbox: images in [0, 1], each call the mean of so many samples if the model is random."""
     foolbox = _imported("foolbox")
     random = getattr(model, "stochastic", False)
-    return foolbox.PyTorchModel((Averaged(model, draws) if random else model).eval(), bounds=(0, 1))
+    return foolbox.PyTorchModel((Averaged(model, samples) if random else model).eval(), bounds=(0, 1))
 
 
 def art_preprocessor(purifier: nn.Module) -> Any:

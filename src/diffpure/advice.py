@@ -14,11 +14,11 @@ from typing import final
 import torch
 from torch import Tensor
 
+from diffpure.diffusion.samplers import ReverseSDE, Sampler
+from diffpure.diffusion.score import ScoreModel
+from diffpure.diffusion.sde import Schedule
 from diffpure.errors import InputError
 from diffpure.purify import Purifier, Seeds
-from diffpure.samplers import ReverseSDE, Sampler
-from diffpure.scores.base import ScoreModel
-from diffpure.sde import Schedule
 from diffpure.theory import distance_bound, kl_bound_of_perturbation
 from diffpure.validate import check_labels
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diffpure.errors import InputError
+from diffpure.noise import Noise
 from diffpure.purify import Defense, Purifier, Seeds
-from diffpure.sde import Noise
 from diffpure.validate import check_images
 
 Objective = Callable[[Tensor], Tensor]  # model output -> one number an image (B,)

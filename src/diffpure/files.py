@@ -35,8 +35,8 @@ from torch import Tensor
 from diffpure.data.images import SUFFIXES, open_image, pixels_of, to_tensor
 from diffpure.disk import one_sentence, write_whole
 from diffpure.errors import InputError
+from diffpure.noise import Noise, mix
 from diffpure.purify import Purifier
-from diffpure.sde import Noise, mix
 
 Fit = Literal["resize", "tiles"]
 ARCHIVES: Final = frozenset({".npz", ".tar", ".gz", ".tgz"})

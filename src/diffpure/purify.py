@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from diffpure.diffusion.gradients import GradientMode, gradient_mode, is_approximate
+from diffpure.diffusion.samplers import ReverseSDE, Sampler
+from diffpure.diffusion.score import ScoreModel
 from diffpure.errors import InputError
-from diffpure.gradients import GradientMode, gradient_mode, is_approximate
-from diffpure.samplers import ReverseSDE, Sampler
-from diffpure.scores.base import ScoreModel
-from diffpure.sde import Noise
+from diffpure.noise import Noise
 from diffpure.validate import check_images
 
 Seeds = Sequence[int] | Tensor | None

@@ -17,8 +17,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from diffpure.diffusion.sde import Schedule
 from diffpure.errors import InputError
-from diffpure.sde import Schedule
 
 
 @final

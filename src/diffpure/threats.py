@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffpure.errors import InputError, unknown
-from diffpure.sde import NoiseSource
+from diffpure.noise import NoiseSource
 
 LEVELS: Final = 255  # an 8-bit image counts in 1/255
 

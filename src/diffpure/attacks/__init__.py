@@ -2,13 +2,13 @@
 
 from diffpure.attacks.apgd import APGD
 from diffpure.attacks.autoattack import AUTOATTACK_RAND, AUTOATTACK_STANDARD, Suite
-from diffpure.attacks.base import Attack, Cost, Problem, Run, State
+from diffpure.attacks.base import Attack, AttackRun, Cost, Problem, State
 from diffpure.attacks.bpda import BPDA_EOT, TwoStage
-from diffpure.attacks.draws import draw_seeds
-from diffpure.attacks.eot import EOT, Look, look
+from diffpure.attacks.expectation import EOT, Expectation, expect
 from diffpure.attacks.fab import FAB
 from diffpure.attacks.losses import LOSSES, Deviated, LogitLoss, Objective, Reconstruction, margin
 from diffpure.attacks.pgd import PGD, PGD_LEE_KIM
+from diffpure.attacks.seeds import sample_seeds
 from diffpure.attacks.square import Square
 from diffpure.attacks.stadv import StAdv
 from diffpure.attacks.transfer import DIFFUSION_ONLY, TRANSFER, Transfer
@@ -26,21 +26,21 @@ __all__ = [
     "PGD_LEE_KIM",
     "TRANSFER",
     "Attack",
+    "AttackRun",
     "Cost",
     "Deviated",
+    "Expectation",
     "LogitLoss",
-    "Look",
     "Objective",
     "Problem",
     "Reconstruction",
-    "Run",
     "Square",
     "StAdv",
     "State",
     "Suite",
     "Transfer",
     "TwoStage",
-    "draw_seeds",
-    "look",
+    "expect",
     "margin",
+    "sample_seeds",
 ]

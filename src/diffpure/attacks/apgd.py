@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from diffpure.attacks.base import Problem, State, choose, usable
-from diffpure.attacks.draws import starts
 from diffpure.attacks.pgd import RestartedAttack
+from diffpure.attacks.seeds import starts
 from diffpure.threats import per_image
 
 

@@ -1,6 +1,6 @@
 """AutoAttack (Croce & Hein 2020) as tuples of attacks, and a suite that runs a tuple as one attack.
 
-Published defaults: 100 iterations, 1 restart, 9 targets, 5,000 queries; the version for random defences has 20 draws.
+Published defaults: 100 iterations, 1 restart, 9 targets, 5,000 queries; the version for random defences has 20 samples.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Final, final
 
 from diffpure.attacks.apgd import APGD
 from diffpure.attacks.base import Attack, Cost, Problem, State, common
-from diffpure.attacks.eot import EOT
+from diffpure.attacks.expectation import EOT
 from diffpure.attacks.fab import FAB
 from diffpure.attacks.square import Square
 from diffpure.errors import InputError
-from diffpure.sde import Noise
+from diffpure.noise import Noise
 
 
 @final
@@ -22,7 +22,7 @@ from diffpure.sde import Noise
 class Suite(Attack):
     """One attack after the other; each image keeps the strongest perturbation of all.
 
-    With `skip_broken`, as in the public AutoAttack, later attacks see only the images that earlier ones left.
+    With `skip_misclassified`, as in the public AutoAttack, later attacks see only the images that earlier ones left.
     """
 
     attacks: tuple[Attack, ...]
@@ -37,7 +37,7 @@ class Suite(Attack):
 
     @property
     def ranking(self) -> EOT:
-        return max((attack.ranking for attack in self.attacks), key=lambda eot: eot.draws)
+        return max((attack.ranking for attack in self.attacks), key=lambda eot: eot.samples)
 
     def steps(self, classes: int) -> int:
         return sum(attack.steps(classes) for attack in self.attacks)

@@ -4,10 +4,10 @@
 
 The state is a dict of tensors with one row an image and holds everything: the iterate, the best perturbation so far,
 the counters, the seeds. So an attack can be stopped after any step, saved, and continued to the same result; images
-can leave it (broken, or out of budget) by leaving their rows out; and a result does not depend on the batch.
+can leave it (misclassified, or out of budget) by leaving their rows out; and a result does not depend on the batch.
 
-Perturbations are ranked by the margin of the mean logits over the draws of a look, max_{k≠y} z_k - z_y: positive
-means broken, larger means broken more firmly. The unperturbed image is the first candidate.
+Perturbations are ranked by the margin of the mean logits over the samples of a look, max_{k≠y} z_k - z_y: positive
+means misclassified, larger means misclassified more firmly. The unperturbed image is the first candidate.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import final
 import torch
 from torch import Tensor
 
-from diffpure.attacks.eot import EOT, ONE_DRAW, Look, look
+from diffpure.attacks.expectation import EOT, ONE_SAMPLE, Expectation, expect
 from diffpure.attacks.losses import MARGIN, Model, Objective, margin
 from diffpure.errors import InputError
-from diffpure.sde import Noise
+from diffpure.noise import Noise
 from diffpure.threats import ThreatModel, wide
 from diffpure.validate import check_images, check_labels
 
 State = dict[str, Tensor]
-OnStep = Callable[["Run"], bool | None]
+OnStep = Callable[["AttackRun"], bool | None]
 
 COUNTERS = ("gradients", "queries", "zero", "nonfinite")  # zero, nonfinite: looks whose gradient was
 COMMON = ("seed", "clean", "best", "rank", "last", "now", *COUNTERS)  # last, now: the last look's z and its rank
@@ -59,7 +59,7 @@ class Problem:
         kept = tuple(s for s, k in zip(self.seeds, keep.tolist(), strict=True) if k)
         return replace(self, x=self.x[keep], y=self.y[keep], seeds=kept)
 
-    def look(
+    def expect(
         self,
         z: Tensor,
         objective: Objective,
@@ -68,10 +68,10 @@ class Problem:
         *,
         target: Tensor | None = None,
         gradient: bool = False,
-    ) -> Look:
-        """Look at the perturbed images; the gradient is with respect to z."""
+    ) -> Expectation:
+        """Expectation at the perturbed images; the gradient is with respect to z."""
         images = self.threat.apply(self.x, z)
-        seen = look(self.model, images, self.y, objective, eot, self.seeds, step, target=target, gradient=gradient)
+        seen = expect(self.model, images, self.y, objective, eot, self.seeds, step, target=target, gradient=gradient)
         if seen.gradient is None:
             return seen
         return replace(seen, gradient=self.threat.pullback(self.x, z, seen.gradient))
@@ -79,7 +79,7 @@ class Problem:
 
 @final
 @dataclass(frozen=True)
-class Run:
+class AttackRun:
     """An attack under way, or done: `state` after `step` of `steps` steps."""
 
     step: int
@@ -97,8 +97,8 @@ class Run:
         return self.state["best"]
 
     @property
-    def broken(self) -> Tensor:
-        """Which images the mean over the attack's own draws misclassifies: (B,) bool."""
+    def misclassified(self) -> Tensor:
+        """Which images the mean over the attack's own samples misclassifies: (B,) bool."""
         return self.state["rank"] > 0
 
     @property
@@ -116,7 +116,7 @@ class Run:
         return {**self.state, "at": torch.tensor([self.step, self.steps])}
 
     @classmethod
-    def of(cls, tensors: State) -> Run:
+    def of(cls, tensors: State) -> AttackRun:
         """The run that was saved."""
         step, steps = tensors["at"].tolist()
         return cls(step, steps, {k: v for k, v in tensors.items() if k != "at"})
@@ -126,11 +126,11 @@ class Run:
 class Attack(ABC):
     """An attack value; called, it returns the strongest perturbation it found, inside the threat.
 
-    skip_broken: leave an image alone once the mean over a look's draws misclassifies it; by default every image is
-    optimised to the end, also those that are misclassified from the start.
+    skip_misclassified: leave an image alone once the mean over the EOT samples misclassifies it; by default every
+    image is optimised to the end, also those that are misclassified from the start.
     """
 
-    skip_broken: bool = False
+    skip_misclassified: bool = False
 
     @property
     @abstractmethod
@@ -140,7 +140,7 @@ class Attack(ABC):
     @property
     @abstractmethod
     def ranking(self) -> EOT:
-        """The draws with which perturbations are ranked."""
+        """The samples with which perturbations are ranked."""
 
     @property
     def objective(self) -> Objective:
@@ -166,7 +166,7 @@ class Attack(ABC):
     def cost(self, classes: int) -> Cost:
         """What one image costs at most, the look at the unperturbed image included."""
         price, steps = self.price(), self.steps(classes)
-        return Cost((price.gradients or 0) * steps, (price.queries or 0) * steps + self.ranking.draws)
+        return Cost((price.gradients or 0) * steps, (price.queries or 0) * steps + self.ranking.samples)
 
     def __call__(
         self,
@@ -192,8 +192,8 @@ class Attack(ABC):
         seeds: Sequence[int] | Tensor | None = None,
         limit: Cost | None = None,
         on_step: OnStep | None = None,
-        resume: Run | None = None,
-    ) -> Run:
+        resume: AttackRun | None = None,
+    ) -> AttackRun:
         """The whole run: called after every step, `on_step` may return True to stop; `resume` continues such a run.
 
         `limit` bounds what one image may cost: a step that would exceed it is not taken.
@@ -208,21 +208,21 @@ class Attack(ABC):
             self._check_resume(resume, len(x))
             problem, run = Problem(model, x, y, threat, resume.seeds), resume
         while not run.done:
-            run = Run(run.step + 1, run.steps, self.advance(problem, run.state, run.step, limit))
+            run = AttackRun(run.step + 1, run.steps, self.advance(problem, run.state, run.step, limit))
             if on_step is not None and on_step(run):
                 break
         return run
 
-    def _check_resume(self, run: Run, images: int) -> None:
+    def _check_resume(self, run: AttackRun, images: int) -> None:
         classes = run.state["clean"].shape[1]
         if len(run.z) != images or run.steps != self.steps(classes):
             began = f"{len(run.z)} images and {run.steps} steps"
             raise InputError(f"The run to continue has {began}, this attack {images} and {self.steps(classes)}.")
 
-    def begin_run(self, problem: Problem) -> Run:
+    def begin_run(self, problem: Problem) -> AttackRun:
         """The run before its first step: one look at the unperturbed images."""
         z = problem.threat.zeros(problem.x)
-        seen = problem.look(z, self.objective, self.ranking, -1)
+        seen = problem.expect(z, self.objective, self.ranking, -1)
         count = torch.zeros(len(z), dtype=torch.int64, device=z.device)
         signed = [s - (1 << 64) if s >> 63 else s for s in problem.seeds]  # 64 bits, as a tensor holds them
         state = {
@@ -233,11 +233,11 @@ class Attack(ABC):
             "rank": rank(seen, problem.y),
             "now": rank(seen, problem.y),
             "gradients": count,
-            "queries": count + self.ranking.draws,
+            "queries": count + self.ranking.samples,
             "zero": count,
             "nonfinite": count,
         }
-        return Run(0, self.steps(state["clean"].shape[1]), self.start(problem, state))
+        return AttackRun(0, self.steps(state["clean"].shape[1]), self.start(problem, state))
 
     def advance(self, problem: Problem, state: State, i: int, limit: Cost | None = None) -> State:
         """Step i for the images that still take part; the others keep their rows."""
@@ -251,7 +251,7 @@ class Attack(ABC):
 
     def _active(self, state: State, limit: Cost | None) -> Tensor:
         active = torch.ones_like(state["rank"], dtype=torch.bool)
-        if self.skip_broken and state["clean"].shape[1] > 1:
+        if self.skip_misclassified and state["clean"].shape[1] > 1:
             active &= state["rank"] <= 0
         price, limit = self.price(), limit or Cost()
         if limit.gradients is not None:
@@ -262,33 +262,35 @@ class Attack(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrawnAttack(Attack):
-    """An attack that looks at the model itself, with its own draws."""
+class SampledAttack(Attack):
+    """An attack that looks at the model itself, with its own samples."""
 
-    eot: EOT = ONE_DRAW
+    eot: EOT = ONE_SAMPLE
 
     @property
     def ranking(self) -> EOT:
         return self.eot
 
 
-def rank(seen: Look, y: Tensor) -> Tensor:
+def rank(seen: Expectation, y: Tensor) -> Tensor:
     """How good a perturbation is: the margin of the mean logits, or the loss where there are none; (B,), wide."""
     return wide(seen.loss if seen.logits is None else margin(seen.logits, y))
 
 
-def record(problem: Problem, state: State, z: Tensor, seen: Look, eot: EOT, valid: Tensor | None = None) -> State:
+def record(
+    problem: Problem, state: State, z: Tensor, seen: Expectation, eot: EOT, valid: Tensor | None = None
+) -> State:
     """The state with one look counted, and z kept where it ranks higher than the best so far (and is valid)."""
     value = rank(seen, problem.y)
     better = value > state["rank"] if valid is None else (value > state["rank"]) & valid
     best = {"best": choose(better, z, state["best"]), "rank": torch.where(better, value, state["rank"])}
     state = {**state, **best, "last": z, "now": value}
     if seen.gradient is None:
-        return {**state, "queries": state["queries"] + eot.draws}
+        return {**state, "queries": state["queries"] + eot.samples}
     flat = seen.gradient.flatten(1)
     return {
         **state,
-        "gradients": state["gradients"] + eot.draws,
+        "gradients": state["gradients"] + eot.samples,
         "zero": state["zero"] + (flat == 0).all(1).long(),
         "nonfinite": state["nonfinite"] + (~torch.isfinite(flat)).any(1).long(),
     }
@@ -299,7 +301,7 @@ def choose(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.where(condition.reshape(-1, *[1] * (a.ndim - 1)), a, b)
 
 
-def usable(seen: Look) -> Tensor:
+def usable(seen: Expectation) -> Tensor:
     """The gradient of a look, with zero for what is not finite: one bad number must not spoil the iterate."""
     if seen.gradient is None:
         raise InputError("This look was taken without a gradient.")

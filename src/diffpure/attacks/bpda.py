@@ -1,8 +1,8 @@
 """BPDA+EOT with the two-stage rule of Hill et al. 2021, which the paper follows.
 
-The backward pass differentiable approximation is a gradient mode of the defence, the attack is PGD on the averaged
-logits of 15 draws, and the rule is: an image whose 15-draw mean fails is looked at again with 150 fresh draws, and is
-lost only if their mean fails too. `TwoStage` puts that rule around any attack.
+The backward pass differentiable approximation is the attack's gradient mode, the attack is PGD on the averaged logits
+of 15 EOT samples, and the rule is: an image whose 15-sample mean fails is classified again with 150 fresh samples, and
+counts as misclassified only if their mean fails too. `TwoStage` puts that rule around any attack.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final, final
 import torch
 
 from diffpure.attacks.base import Attack, Cost, Problem, State, around, choose, inside, rank
-from diffpure.attacks.eot import EOT
+from diffpure.attacks.expectation import EOT
 from diffpure.attacks.losses import MARGIN
 from diffpure.attacks.pgd import PGD
 
@@ -21,10 +21,10 @@ from diffpure.attacks.pgd import PGD
 @final
 @dataclass(frozen=True, kw_only=True)
 class TwoStage(Attack):
-    """An attack whose successes count only once the mean logits of `defence_draws` draws fail too."""
+    """An attack whose successes count only once the mean logits of `defence_samples` samples fail too."""
 
     attack: Attack
-    defence_draws: int = 150
+    defence_samples: int = 150
 
     @property
     def name(self) -> str:
@@ -32,14 +32,14 @@ class TwoStage(Attack):
 
     @property
     def ranking(self) -> EOT:
-        return replace(self.attack.ranking, draws=self.defence_draws, average="logits")
+        return replace(self.attack.ranking, samples=self.defence_samples, average="logits")
 
     def steps(self, classes: int) -> int:
         return self.attack.steps(classes)
 
     def price(self) -> Cost:
         price = self.attack.price()
-        return Cost(price.gradients, (price.queries or 0) + self.defence_draws)
+        return Cost(price.gradients, (price.queries or 0) + self.defence_samples)
 
     def start(self, problem: Problem, state: State) -> State:
         return around(state, self.attack.begin_run(problem).state)
@@ -51,15 +51,15 @@ class TwoStage(Attack):
         doubtful = (inner["now"] > 0) & ~lost
         if doubtful.any():
             asked = problem.rows(doubtful)
-            # -2 - i: draws that no other look takes.
-            margin = rank(asked.look(inner["last"][doubtful], MARGIN, self.ranking, -2 - i), asked.y)
+            # -2 - i: samples that no other look takes.
+            margin = rank(asked.expect(inner["last"][doubtful], MARGIN, self.ranking, -2 - i), asked.y)
             verdict = torch.full_like(state["rank"], -torch.inf).index_put((doubtful,), margin)
             newly = verdict > 0
             state = {
                 **state,
                 "best": choose(newly, inner["last"], state["best"]),
                 "rank": torch.where(newly, verdict, state["rank"]),
-                "queries": state["queries"] + self.defence_draws * doubtful.long(),
+                "queries": state["queries"] + self.defence_samples * doubtful.long(),
             }
         # Until an image is lost, the strongest perturbation of the attack itself stands for it.
         best = choose(state["rank"] > 0, state["best"], inner["best"])
@@ -67,4 +67,4 @@ class TwoStage(Attack):
 
 
 # The paper's setting: 50 steps of 2/255; on a defence whose gradient mode is "bpda".
-BPDA_EOT: Final = TwoStage(attack=PGD(iterations=50, step_size=2 / 255, eot=EOT(15, "logits")), defence_draws=150)
+BPDA_EOT: Final = TwoStage(attack=PGD(iterations=50, step_size=2 / 255, eot=EOT(15, "logits")), defence_samples=150)

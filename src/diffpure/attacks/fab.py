@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from diffpure.attacks.base import Cost, Problem, State, choose, rank, record, usable
-from diffpure.attacks.draws import starts
 from diffpure.attacks.losses import DIFFERENCE, Objective
 from diffpure.attacks.pgd import RestartedAttack
+from diffpure.attacks.seeds import starts
 from diffpure.errors import InputError
 from diffpure.threats import Norm, per_image, wide
 
@@ -42,7 +42,7 @@ class FAB(RestartedAttack):
         return self.iterations
 
     def price(self) -> Cost:
-        return Cost(self.eot.draws, self.eot.draws)
+        return Cost(self.eot.samples, self.eot.samples)
 
     def start(self, problem: Problem, state: State) -> State:
         z = norm_of(problem, "FAB").zeros(problem.x)
@@ -56,16 +56,16 @@ class FAB(RestartedAttack):
     def move(self, problem: Problem, state: State, i: int, k: int) -> State:
         threat, z = problem.threat, state["z"]
         target = self.aim(problem, state, i)
-        seen = problem.look(z, self.objective, self.eot, 2 * i, target=target, gradient=True)
+        seen = problem.expect(z, self.objective, self.eot, 2 * i, target=target, gradient=True)
         state = record(problem, state, z, seen, self.eot, threat.within(problem.x, z))
         z = self._towards(problem, z, usable(seen), seen.loss)
-        seen = problem.look(z, self.objective, self.eot, 2 * i + 1, target=target)
+        seen = problem.expect(z, self.objective, self.eot, 2 * i + 1, target=target)
         state = record(problem, state, z, seen, self.eot, threat.within(problem.x, z))
-        broken, size = rank(seen, problem.y) > 0, threat.size(z)
-        nearer = broken & (size < state["distance"])
+        misclassified, size = rank(seen, problem.y) > 0, threat.size(z)
+        nearer = misclassified & (size < state["distance"])
         return {
             **state,
-            "z": choose(broken, self.beta * z, z),
+            "z": choose(misclassified, self.beta * z, z),
             "nearest": choose(nearer, z, state["nearest"]),
             "distance": torch.where(nearer, size, state["distance"]),
         }

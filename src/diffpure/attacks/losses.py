@@ -1,8 +1,8 @@
-"""What an attack maximises, one number an image, from the outputs of all draws at once.
+"""What an attack maximises, one number an image, from the outputs of all samples at once.
 
 With logits z, label y and their order z_π1 ≥ z_π2 ≥ …:
 
-    margin          max_{k≠y} z_k - z_y                                       positive where the image is broken
+    margin          max_{k≠y} z_k - z_y                                       positive where the image is misclassified
     ce              log mean_draws CE, CE = softplus(log Σ_{k≠y} e^{z_k} - z_y)
     dlr             (max_{k≠y} z_k - z_y) / (z_π1 - z_π3)                      Croce & Hein 2020
     dlr-targeted    (z_t - z_y) / (z_π1 - (z_π3 + z_π4)/2)
@@ -10,7 +10,7 @@ With logits z, label y and their order z_π1 ≥ z_π2 ≥ …:
     deviated        ce + weight · Σ_t w_t mean (x_t - x'_t)²                   DiffAttack, along the path
 
 Cross-entropy saturates: at a margin of 20 its float32 value and gradient are exactly zero. The logarithm of its mean
-over the draws ranks images and points uphill exactly as the mean itself does, and never saturates.
+over the samples ranks images and points uphill exactly as the mean itself does, and never saturates.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, output: Tensor, y: Tensor, target: Tensor) -> Tensor:
-        """The number to maximise, (B,), from the outputs of all draws (B, D, F)."""
+        """The number to maximise, (B,), from the outputs of all samples (B, D, F)."""
 
     def logits(self, output: Tensor) -> Tensor | None:
         """The part of the output that decides the class, or None where there is none."""

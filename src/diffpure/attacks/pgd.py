@@ -13,15 +13,15 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from diffpure.attacks.base import Cost, DrawnAttack, Problem, State, record, usable
-from diffpure.attacks.draws import starts
-from diffpure.attacks.eot import EOT, Look
+from diffpure.attacks.base import Cost, Problem, SampledAttack, State, record, usable
+from diffpure.attacks.expectation import EOT, Expectation
 from diffpure.attacks.losses import Objective, objective, others
+from diffpure.attacks.seeds import starts
 from diffpure.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
-class RestartedAttack(DrawnAttack):
+class RestartedAttack(SampledAttack):
     """Runs of k = 0 … iterations; k = 0 starts a run, and the last look needs no gradient."""
 
     iterations: int = 100
@@ -53,7 +53,7 @@ class RestartedAttack(DrawnAttack):
         return self.iterations + 1
 
     def price(self) -> Cost:
-        return Cost(self.eot.draws, self.eot.draws)
+        return Cost(self.eot.samples, self.eot.samples)
 
     def step(self, problem: Problem, state: State, i: int) -> State:
         run, k = divmod(i, self.length)
@@ -74,10 +74,10 @@ class RestartedAttack(DrawnAttack):
         ranked = others(state["clean"][:, None], problem.y)[:, 0].argsort(1, descending=True)
         return ranked[:, i // (self.length * self.restarts)]
 
-    def see(self, problem: Problem, state: State, z: Tensor, i: int) -> tuple[State, Look]:
-        """Look at z, without a gradient at the end of a run, and record it."""
+    def see(self, problem: Problem, state: State, z: Tensor, i: int) -> tuple[State, Expectation]:
+        """Expectation at z, without a gradient at the end of a run, and record it."""
         wanted = i % self.length < self.iterations
-        seen = problem.look(z, self.objective, self.eot, i, target=self.aim(problem, state, i), gradient=wanted)
+        seen = problem.expect(z, self.objective, self.eot, i, target=self.aim(problem, state, i), gradient=wanted)
         return record(problem, state, z, seen, self.eot), seen
 
 
@@ -109,5 +109,5 @@ class PGD(RestartedAttack):
         return {**state, "z": z, "gradient": torch.zeros_like(z) if seen.gradient is None else usable(seen)}
 
 
-# Lee & Kim (ICCV 2023): 200 steps of 0.007 (ℓ∞), 20 draws; on a defence whose gradient mode is the surrogate.
+# Lee & Kim (ICCV 2023): 200 steps of 0.007 (ℓ∞), 20 samples; on a defence whose gradient mode is the surrogate.
 PGD_LEE_KIM: Final = PGD(iterations=200, step_size=0.007, eot=EOT(20))

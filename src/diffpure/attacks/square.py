@@ -15,10 +15,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from diffpure.attacks.base import Cost, DrawnAttack, Problem, State, choose, rank, record
-from diffpure.attacks.draws import uniforms
+from diffpure.attacks.base import Cost, Problem, SampledAttack, State, choose, rank, record
 from diffpure.attacks.fab import norm_of
 from diffpure.attacks.losses import MARGIN
+from diffpure.attacks.seeds import uniforms
 from diffpure.errors import InputError
 from diffpure.threats import L2
 
@@ -27,7 +27,7 @@ SCHEDULE = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)  # of a horizon of 1
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Square(DrawnAttack):
+class Square(SampledAttack):
     """queries: looks at an image, the start included; p: the first window's fraction of the image.
 
     AutoAttack stops half way to the horizon, after 5,000 of 10,000 queries; a shorter search wants a shorter horizon.
@@ -49,7 +49,7 @@ class Square(DrawnAttack):
         return self.queries
 
     def price(self) -> Cost:
-        return Cost(0, self.eot.draws)
+        return Cost(0, self.eot.samples)
 
     def start(self, problem: Problem, state: State) -> State:
         z = norm_of(problem, "Square").zeros(problem.x)
@@ -62,7 +62,7 @@ class Square(DrawnAttack):
         else:
             side = self.side(problem.x, i - 1)
             z = _swap_bump(problem, state["z"], side, i) if bumps else _flip_window(problem, state["z"], side, i)
-        seen = problem.look(z, MARGIN, self.eot, i)
+        seen = problem.expect(z, MARGIN, self.eot, i)
         state = record(problem, state, z, seen, self.eot)
         value = rank(seen, problem.y)
         better = value > state["value"]

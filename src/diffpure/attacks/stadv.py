@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from diffpure.attacks.base import Problem, State, usable
-from diffpure.attacks.draws import starts
 from diffpure.attacks.losses import Objective
 from diffpure.attacks.pgd import RestartedAttack
+from diffpure.attacks.seeds import starts
 from diffpure.errors import InputError
 from diffpure.threats import Flow
 

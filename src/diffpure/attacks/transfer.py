@@ -1,7 +1,7 @@
 """Attacks on a part of a defence: crafted there, judged on the whole.
 
 TRANSFER crafts AutoAttack on the bare classifier (the paper's "standard attack", appendix C.1); DIFFUSION_ONLY raises
-the error with which the purifier gives its input back (appendix C.9, the paper's APGD with 20 draws).
+the error with which the purifier gives its input back (appendix C.9, the paper's APGD with 20 samples).
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any, Final, final
 
 from diffpure.attacks.apgd import APGD
 from diffpure.attacks.autoattack import AUTOATTACK_STANDARD, Suite
-from diffpure.attacks.base import Attack, Cost, DrawnAttack, Problem, State, around, inside, record
-from diffpure.attacks.eot import EOT
+from diffpure.attacks.base import Attack, Cost, Problem, SampledAttack, State, around, inside, record
+from diffpure.attacks.expectation import EOT
 from diffpure.attacks.losses import MARGIN, Model
 from diffpure.errors import InputError
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Transfer(DrawnAttack):
+class Transfer(SampledAttack):
     """An attack on a part of the model; the last step judges its result on the model itself, with `eot`.
 
     part: an attribute of the model, or a function from the model to what is attacked instead.
@@ -46,7 +46,7 @@ class Transfer(DrawnAttack):
         inner = inside(state)
         if i < self.attack.steps(state["clean"].shape[1]):
             return around(state, self.attack.advance(self._of_part(problem), inner, i))
-        seen = problem.look(inner["best"], MARGIN, self.eot, i)
+        seen = problem.expect(inner["best"], MARGIN, self.eot, i)
         return record(problem, state, inner["best"], seen, self.eot)
 
     def _of_part(self, problem: Problem) -> Problem:
@@ -56,5 +56,5 @@ class Transfer(DrawnAttack):
         return replace(problem, model=part)
 
 
-TRANSFER: Final = Transfer(attack=Suite(attacks=AUTOATTACK_STANDARD, skip_broken=True), eot=EOT(20))
+TRANSFER: Final = Transfer(attack=Suite(attacks=AUTOATTACK_STANDARD, skip_misclassified=True), eot=EOT(20))
 DIFFUSION_ONLY: Final = Transfer(attack=APGD(loss="reconstruction", eot=EOT(20)), part="purifier", eot=EOT(20))

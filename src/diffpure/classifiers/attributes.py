@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffpure.checkpoints import expect
 from diffpure.errors import InputError
+from diffpure.models.checkpoints import expect
 
 
 def leaky(x: Tensor) -> Tensor:

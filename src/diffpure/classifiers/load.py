@@ -14,9 +14,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from diffpure import weights
-from diffpure.cards import Card, card_of_file, cards, local_file
-from diffpure.checkpoints import LAYOUTS, frozen, load_state, read
 from diffpure.classifiers import small
 from diffpure.classifiers.attributes import AttributeClassifier, AttributeNet
 from diffpure.classifiers.foreign import ZOOS, from_callable, from_onnx, from_torchscript
@@ -24,6 +21,9 @@ from diffpure.classifiers.resnet import CifarResNet, ImageNetResNet
 from diffpure.classifiers.vit import VisionTransformer
 from diffpure.classifiers.wrn import DMWideResNet, WideResNet
 from diffpure.errors import unknown
+from diffpure.models import weights
+from diffpure.models.cards import Card, card_of_file, cards, local_file
+from diffpure.models.checkpoints import LAYOUTS, frozen, load_state, read
 
 
 def load_classifier(name: str | Path | Callable[[Tensor], Any], *, like: str | None = None) -> nn.Module:

@@ -12,8 +12,8 @@ from typing import Any, Self, final
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffpure.checkpoints import expect
 from diffpure.classifiers.normalize import CIFAR10, IMAGENET, Normalize, normalization
+from diffpure.models.checkpoints import expect
 
 EXPANSION = 4  # the last convolution of a bottleneck is four times as wide as `planes`
 

@@ -14,9 +14,9 @@ from typing import Any, Self, final
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffpure.checkpoints import expect
 from diffpure.classifiers.normalize import CIFAR10, Normalize, normalization
 from diffpure.errors import InputError, unknown
+from diffpure.models.checkpoints import expect
 
 
 def blocks_of(depth: int) -> int:

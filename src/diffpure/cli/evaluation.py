@@ -124,7 +124,7 @@ def _stoppable(folder: Path) -> Iterator[None]:
 
 def _write_pngs(folder: Path, to: Path | None) -> None:
     if to is not None:
-        from diffpure.evaluation.pictures import save_pngs
+        from diffpure.evaluation.pngs import save_pngs
 
         _say(f"{len(save_pngs(folder, to))} PNG files: {to}")
 
@@ -190,8 +190,8 @@ def attack(
     with _stoppable(folder), _RunBar() as bar:
         result = run(wanted, folder, only=part, memory=_bytes(memory), progress=bar, build=_build(device))
     rows = [row for row in result.rows if row.attack == chosen]
-    broken = sum(row.broken for row in rows)
-    _say(f"{len(rows)} images under {chosen}, {broken} broken by its own count: {folder / IMAGES}")
+    misclassified = sum(row.misclassified for row in rows)
+    _say(f"{len(rows)} images under {chosen}, {misclassified} misclassified by its own count: {folder / IMAGES}")
     _write_pngs(folder, png)
 
 

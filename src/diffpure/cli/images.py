@@ -14,9 +14,9 @@ from diffpure.cli.base import Bars, Threads, app, console, use_threads
 from diffpure.errors import InputError, unknown
 
 if TYPE_CHECKING:
+    from diffpure.diffusion.samplers import Sampler
     from diffpure.files import Item
     from diffpure.purify import Purifier
-    from diffpure.samplers import Sampler
 
 Trajectory = Literal["none", "strip", "gif"]
 
@@ -42,7 +42,7 @@ def purify(
     trajectory: Annotated[Trajectory, typer.Option(help="Also draw the way back of each image.")] = "none",
     threads: Threads = None,
 ) -> None:
-    """Purify images of any size; broken files are reported at the end, and a second run continues the first."""
+    """Purify images of any size; damaged files are reported at the end, and a second run continues the first."""
     use_threads(threads)
     from diffpure.files import purify_files
     from diffpure.purify import Purifier
@@ -61,7 +61,7 @@ def purify(
 
 def make_sampler(name: str, t_star: float, steps: int | None) -> Sampler:
     """A sampler by name, with the arguments that it takes."""
-    from diffpure.samplers import SAMPLERS
+    from diffpure.diffusion.samplers import SAMPLERS
 
     if name not in SAMPLERS:
         raise unknown("sampler", name, SAMPLERS)

@@ -25,8 +25,8 @@ def _all() -> dict[str, dict[str, Any]]:
     """Every model, embedded or official, as plain data."""
     from dataclasses import asdict
 
-    from diffpure import weights
-    from diffpure.cards import cards
+    from diffpure.models import weights
+    from diffpure.models.cards import cards
 
     found: dict[str, dict[str, Any]] = {
         name: {"where": "in the package", "present": True, **card} for name, card in weights.cards().items()
@@ -90,11 +90,11 @@ def verify(
     name: Annotated[str | None, typer.Argument(help="One model; all that are present by default.")] = None,
 ) -> None:
     """Check the files of models against the hashes of their cards."""
-    from diffpure import weights
-    from diffpure.cards import card, local_file
+    from diffpure.models import weights
+    from diffpure.models.cards import card, local_file
 
     wanted = [name] if name is not None else [each for each, found in _all().items() if found["present"]]
-    broken = []
+    wrong = []
     for each in wanted:
         _card(each)
         try:
@@ -104,9 +104,9 @@ def verify(
                 local_file(card(each))
             console.print(f"[green]good[/green]  {each}")
         except InputError as error:
-            broken.append(each)
+            wrong.append(each)
             console.print(f"[red]bad[/red]   {each}: {error}", soft_wrap=True)
-    if broken:
+    if wrong:
         raise typer.Exit(1)
 
 
@@ -117,10 +117,10 @@ def fetch(
         Path | None, typer.Option("--from", help="A file that you already have, instead of the network.")
     ] = None,
 ) -> None:
-    """Download an official checkpoint (continuing a broken download) and verify it, or import your file of it."""
-    from diffpure import weights
-    from diffpure.cards import card, import_file
-    from diffpure.cards import fetch as download
+    """Download an official checkpoint (continuing an interrupted download) and verify it, or import your file of it."""
+    from diffpure.models import weights
+    from diffpure.models.cards import card, import_file
+    from diffpure.models.cards import fetch as download
 
     if name in weights.cards():
         raise InputError(f"{name} is inside the package; there is nothing to fetch.")

@@ -134,8 +134,8 @@ def _number(text: str) -> float:
 
 def _purify(t_star: float) -> Callable[[Tensor, Tensor], Tensor]:
     """The purifier to train behind: images (B, C, H, W) in [0, 1] and seeds (B,) to purified images."""
+    from diffpure.diffusion.samplers import OneShot
     from diffpure.purify import Purifier
-    from diffpure.samplers import OneShot
     from diffpure.scores.load import load_score
 
     return Purifier(load_score("cifar10-small"), OneShot(t_star))

@@ -33,10 +33,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from diffpure.checkpoints import sha256
 from diffpure.disk import download, one_sentence
 from diffpure.disk import home as cache_home
 from diffpure.errors import InputError, unknown
+from diffpure.models.checkpoints import sha256
 
 CLASSES: Final = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 BATCHES: Final = {

@@ -1,8 +1,8 @@
 """Five hundred labelled CIFAR-10 test images inside the package: something real to defend, without any download.
 
 `cifar10-samples.png` is a lossless sheet of 20 rows × 25 images of 32×32. Fifty images of each class were drawn from
-the test set by `choose(labels, SEED)`; row r holds images 25 r … 25 r + 24 in the order of their place in the test set,
-and `cifar10-samples.txt` holds, a line an image, that place and the label. No model of this package was trained or
+the test set by `choose(labels, SEED)`; row r holds images 25 r … 25 r + 24 in the order of their index in the test set,
+and `cifar10-samples.txt` holds, a line an image, that index and the label. No model of this package was trained or
 tuned on them. `ATTRIBUTION` is what CIFAR-10 asks its users to say.
 """
 
@@ -40,13 +40,13 @@ def samples(n: int | None = None) -> tuple[Tensor, Tensor]:
     return stored.float(), stored.labels
 
 
-def places() -> Tensor:
-    """The places (500,) of the embedded images in the official test set."""
+def indices() -> Tensor:
+    """The indices (500,) of the embedded images in the official test set."""
     return _index()[:, 0]
 
 
 def choose(labels: Tensor, seed: int = SEED, per_class: int = PER_CLASS) -> Tensor:
-    """The places of `per_class` images of each class, drawn by a recorded seed and sorted."""
+    """The indices of `per_class` images of each class, drawn by a recorded seed and sorted."""
     draw = np.random.Generator(np.random.Philox(key=seed))
     chosen = [draw.permutation(np.flatnonzero(labels.numpy() == label))[:per_class] for label in np.unique(labels)]
     return torch.from_numpy(np.sort(np.concatenate(chosen)))
@@ -59,7 +59,7 @@ def write(folder: Path, path: str | Path | None = None) -> None:
     tiles = test.pixels[chosen].reshape(-1, COLUMNS, 3, 32, 32).permute(0, 3, 1, 4, 2)
     sheet = tiles.reshape(tiles.shape[0] * 32, COLUMNS * 32, 3).numpy()
     Image.fromarray(sheet).save(folder / _SHEET, optimize=True)
-    lines = [f"{place} {label}" for place, label in zip(chosen.tolist(), test.labels[chosen].tolist(), strict=True)]
+    lines = [f"{index} {label}" for index, label in zip(chosen.tolist(), test.labels[chosen].tolist(), strict=True)]
     (folder / _INDEX).write_text("\n".join(lines) + "\n")
 
 

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffpure.attacks.losses import Model, call, check_logits
-from diffpure.paths import per_image
+from diffpure.diffusion.paths import per_image
+from diffpure.diffusion.score import EpsilonScore, ScoreModel
 from diffpure.purify import Defense, Purifier
-from diffpure.scores.base import EpsilonScore, ScoreModel
 
 _SHORT: Final = 0.1  # seconds: while a call takes less, one of four times the images is timed
 _TIMED: Final = 64  # images in the largest call that is timed: beyond it an image gets no cheaper

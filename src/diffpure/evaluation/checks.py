@@ -1,7 +1,7 @@
 """An evaluation that doubts itself: each check is a sentence that says what is wrong, or None.
 
 The first half are pure functions of what a run has measured. The second half asks the model again: is it random, does
-its cross-entropy saturate, is its gradient right, and does the attack still get stronger with more draws, more moves
+its cross-entropy saturate, is its gradient right, and does the attack still get stronger with more samples, more moves
 or an unlimited budget?
 The list is that of Carlini et al. 2019, Tramèr et al. 2020 and Croce et al. 2022, and of what went wrong since.
 
@@ -21,22 +21,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffpure.attacks.autoattack import Suite
-from diffpure.attacks.base import Attack, DrawnAttack
+from diffpure.attacks.base import Attack, SampledAttack
 from diffpure.attacks.bpda import TwoStage
-from diffpure.attacks.eot import EOT, look
+from diffpure.attacks.expectation import EOT, expect
 from diffpure.attacks.losses import MARGIN, Model, call, margin
 from diffpure.attacks.pgd import RestartedAttack
 from diffpure.attacks.square import Square
 from diffpure.attacks.transfer import Transfer
 from diffpure.audit import audit_gradient
+from diffpure.noise import Noise
 from diffpure.purify import Defense
-from diffpure.sde import Noise
 from diffpure.threats import ThreatModel
 
 Seeds = Sequence[int] | Tensor | None
 Survivors = Sequence[bool]
 
-JUDGE: Final = 1 << 40  # the step of the draws that judge: far beyond the steps of any attack
+JUDGE: Final = 1 << 40  # the step of the samples that judge: far beyond the steps of any attack
 
 
 def doubts(checks: Iterable[str | None]) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ def black_box_beats_white_box(white: Survivors, black: Survivors, *, random: boo
 
 
 def still_falling(what: str, few: int, many: int, before: Survivors, after: Survivors, *, random: bool) -> str | None:
-    """More of `what` (draws, iterations) should not matter any more."""
+    """More of `what` (samples, iterations) should not matter any more."""
     n = fewer(before, after, random=random)
     if not n:
         return None
@@ -100,7 +100,9 @@ def still_falling(what: str, few: int, many: int, before: Survivors, after: Surv
 def unbounded_survivors(survivors: Survivors) -> str | None:
     """Without a budget any image can be turned into one of another class."""
     n = sum(survivors)
-    return f"{n} of {len(survivors)} images survived an attack without a budget: the attack is broken." if n else None
+    return (
+        f"{n} of {len(survivors)} images survived an attack without a budget: the attack does not work." if n else None
+    )
 
 
 def budget_exceeded(within: Sequence[bool]) -> str | None:
@@ -109,11 +111,11 @@ def budget_exceeded(within: Sequence[bool]) -> str | None:
     return f"{n} of {len(within)} perturbations exceeded their budget; each was moved back inside." if n else None
 
 
-def attacked_as_deterministic(random: bool, draws: int) -> str | None:
+def attacked_as_deterministic(random: bool, samples: int) -> str | None:
     """A random defence has to be attacked in expectation."""
-    if not random or draws > 1:
+    if not random or samples > 1:
         return None
-    return "The defence is random, but was attacked with one draw a look: use EOT with 10 draws or more."
+    return "The defence is random, but was attacked with one draw a look: use EOT with 10 samples or more."
 
 
 def not_probed(attacks: int, probe: int) -> str | None:
@@ -121,7 +123,7 @@ def not_probed(attacks: int, probe: int) -> str | None:
     if probe or not attacks:
         return None
     return (
-        "Not tried: whether more draws, more iterations or an unlimited budget break more images, and whether an audit "
+        "Not tried: whether more EOT samples, more iterations or an unlimited budget matter, and whether an audit "
         "confirms the gradient; `probe` = 8 images tries."
     )
 
@@ -162,8 +164,8 @@ def audited(model: Model, x: Tensor) -> str | None:
 def survivors(
     model: Model, x: Tensor, y: Tensor, threat: ThreatModel, z: Tensor, seeds: Sequence[int], eot: EOT
 ) -> list[bool]:
-    """Which images the mean logits of fresh draws classify correctly."""
-    seen = look(model, threat.apply(x, z), y, MARGIN, replace(eot, average="logits"), seeds, JUDGE)
+    """Which images the mean logits of fresh samples classify correctly."""
+    seen = expect(model, threat.apply(x, z), y, MARGIN, replace(eot, average="logits"), seeds, JUDGE)
     return [] if seen.logits is None else (margin(seen.logits, y) <= 0).tolist()
 
 
@@ -174,23 +176,23 @@ def attacked(
     y: Tensor,
     threat: ThreatModel,
     seeds: Seeds = None,
-    draws: int | None = None,
+    samples: int | None = None,
 ) -> list[bool]:
-    """The survivors of an attack, judged by as many draws as it takes itself unless told."""
+    """The survivors of an attack, judged by as many samples as it takes itself unless told."""
     chosen = Noise.of(seeds, len(x)).seeds
     z = attack(model, x, y, threat, seeds=chosen)
-    eot = attack.ranking if draws is None else replace(attack.ranking, draws=draws)
+    eot = attack.ranking if samples is None else replace(attack.ranking, samples=samples)
     return survivors(model, x, y, threat, z, chosen, eot)
 
 
-def strengthened(attack: Attack, *, draws: int = 1, moves: int = 1) -> Attack:
-    """The attack with so many times the draws of a look, and so many times the moves."""
+def strengthened(attack: Attack, *, samples: int = 1, moves: int = 1) -> Attack:
+    """The attack with so many times the samples of a look, and so many times the moves."""
     if isinstance(attack, Suite):
-        return replace(attack, attacks=tuple(strengthened(a, draws=draws, moves=moves) for a in attack.attacks))
+        return replace(attack, attacks=tuple(strengthened(a, samples=samples, moves=moves) for a in attack.attacks))
     if isinstance(attack, (TwoStage, Transfer)):
-        return replace(attack, attack=strengthened(attack.attack, draws=draws, moves=moves))
-    if isinstance(attack, DrawnAttack):
-        attack = replace(attack, eot=replace(attack.eot, draws=draws * attack.eot.draws))
+        return replace(attack, attack=strengthened(attack.attack, samples=samples, moves=moves))
+    if isinstance(attack, SampledAttack):
+        attack = replace(attack, eot=replace(attack.eot, samples=samples * attack.eot.samples))
     if isinstance(attack, RestartedAttack):
         return replace(attack, iterations=moves * attack.iterations)
     if isinstance(attack, Square):
@@ -202,20 +204,20 @@ def probe(
     attack: Attack, model: Model, x: Tensor, y: Tensor, threat: ThreatModel, seeds: Seeds = None
 ) -> tuple[str, ...]:
     """All that can be asked of one attack on a few images, at about eight times its cost: is the model random and
-    attacked as such, do draws, moves and the budget still matter?"""
+    attacked as such, do samples, moves and the budget still matter?"""
     chosen = Noise.of(seeds, len(x)).seeds
     random = is_random(model, x)
-    judges = 4 * attack.ranking.draws if random else 1
+    judges = 4 * attack.ranking.samples if random else 1
     plain = attacked(attack, model, x, y, threat, chosen, judges)
     longer = attacked(strengthened(attack, moves=2), model, x, y, threat, chosen, judges)
     free = attacked(attack, model, x, y, threat.unbounded(x), chosen, judges)
     found = [
-        attacked_as_deterministic(random, attack.ranking.draws),
+        attacked_as_deterministic(random, attack.ranking.samples),
         still_falling("times the moves", 1, 2, plain, longer, random=random),
         unbounded_survivors(free),
     ]
     if random:
-        n = attack.ranking.draws
-        wider = attacked(strengthened(attack, draws=4), model, x, y, threat, chosen, judges)
-        found.append(still_falling("draws", n, 4 * n, plain, wider, random=True))
+        n = attack.ranking.samples
+        wider = attacked(strengthened(attack, samples=4), model, x, y, threat, chosen, judges)
+        found.append(still_falling("samples", n, 4 * n, plain, wider, random=True))
     return doubts(found)

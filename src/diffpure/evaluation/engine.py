@@ -19,25 +19,25 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 
-from diffpure.attacks import Run
+from diffpure.attacks import AttackRun
 from diffpure.errors import InputError
 from diffpure.evaluation.units import Batch, Done, Job, Unit, compute, device_of, threads
 
 Step = Callable[[Unit, int, int], None]  # (unit, step, of)
-Save = Callable[[Unit, Run], None]
-Resume = Callable[[Unit], Run | None]
+Save = Callable[[Unit, AttackRun], None]
+Resume = Callable[[Unit], AttackRun | None]
 
 
 @final
 @dataclass(frozen=True)
 class Work:
-    """What is to be done: the job, its images and their places, the units that are missing, and how to keep an attack
+    """What is to be done: the job, its images and their indices, the units that are missing, and how to keep an attack
     under way (`save`, `resume`) where the engine can."""
 
     job: Job
     images: Tensor
     labels: Tensor
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     units: Sequence[Unit]
     save: Save | None = None
     resume: Resume | None = None
@@ -45,7 +45,7 @@ class Work:
     def batch(self, unit: Unit) -> Batch:
         """The images of a unit, where they lie."""
         part = slice(unit.start, unit.stop)
-        return Batch(self.images[part], self.labels[part], self.places[part])
+        return Batch(self.images[part], self.labels[part], self.indices[part])
 
 
 class Engine(Protocol):
@@ -74,9 +74,9 @@ class Local:
 
     def _compute(self, work: Work, unit: Unit, on_step: Step) -> Done:
         saved = time.monotonic()
-        latest: Run | None = None
+        latest: AttackRun | None = None
 
-        def after(run: Run) -> None:
+        def after(run: AttackRun) -> None:
             nonlocal saved, latest
             latest = run
             on_step(unit, run.step, run.steps)
@@ -166,13 +166,13 @@ class Ray:
     def _window(self, ray: Any) -> int:
         """How many tasks to have under way: two for every place there is."""
         resources = ray.cluster_resources()
-        places = float("inf")
+        indices = float("inf")
         for kind, wanted in (("CPU", self._cpus), ("GPU", self.gpus)):
             there = resources.get(kind, 0)
             if wanted > there:
                 raise InputError(f"A task wants {wanted:g} {kind}s, but the Ray cluster has {there:g}.")
-            places = min(places, there / wanted) if wanted else places
-        return max(2, int(2 * places)) if places < float("inf") else 2
+            indices = min(indices, there / wanted) if wanted else indices
+        return max(2, int(2 * indices)) if indices < float("inf") else 2
 
 
 def _ray() -> Any:

@@ -35,12 +35,12 @@ class Estimate:
 
 
 def estimate(job: Job, calibration: Calibration, units: Sequence[Unit]) -> Estimate:
-    """The cost of units; attacks that stop at broken images take less."""
+    """The cost of units; attacks that stop at misclassified images take less."""
     gradients = queries = largest = 0
     for unit in units:
         count, attack = unit.stop - unit.start, job.attacks.get(unit.attack)
         own = (0, 0) if attack is None else spending(attack, calibration.classes)
-        gradients, queries = gradients + count * own[0], queries + count * (own[1] + job.draws)
+        gradients, queries = gradients + count * own[0], queries + count * (own[1] + job.samples)
         largest = max(largest, _rows_of_a_call(job, attack, count))
     return Estimate(
         images=len({place for unit in units for place in range(unit.start, unit.stop)}),
@@ -55,21 +55,21 @@ def estimate(job: Job, calibration: Calibration, units: Sequence[Unit]) -> Estim
 
 def largest_call(job: Job, images: int) -> int:
     """The most images that any call of the model holds when so many are attacked together, memory permitting."""
-    return images * max([job.draws, *(attack.ranking.draws for attack in job.attacks.values())])
+    return images * max([job.samples, *(attack.ranking.samples for attack in job.attacks.values())])
 
 
 def seconds(job: Job, calibration: Calibration, unit: Unit) -> float:
-    """How long a unit takes: the judge's draws, and the looks of its attack."""
+    """How long a unit takes: the judge's samples, and the looks of its attack."""
     count, attack = unit.stop - unit.start, job.attacks.get(unit.attack)
-    judged = count * job.draws * _each(calibration.forward, _rows_of_a_call(job, None, count))
+    judged = count * job.samples * _each(calibration.forward, _rows_of_a_call(job, None, count))
     if attack is None:
         return judged
     gradients, queries = spending(attack, calibration.classes)
     rows = _rows_of_a_call(job, attack, count)
     forward = _each(calibration.forward, rows)
     gradient = 0.0 if calibration.gradient is None else _each(calibration.gradient, rows)
-    if attack.ranking.draws > job.rows:
-        gradient += forward  # one image's draws are asked in pieces: first for their outputs, then for the gradient
+    if attack.ranking.samples > job.rows:
+        gradient += forward  # one image's samples are asked in pieces: first for their outputs, then for the gradient
     return judged + count * (gradients * gradient + queries * forward)
 
 
@@ -78,18 +78,18 @@ def _each(line: Line, rows: int) -> float:
 
 
 def _rows_of_a_call(job: Job, attack: Attack | None, count: int) -> int:
-    """Images in one call when `count` are attacked or (None) judged together: an attack keeps an image's draws whole
+    """Images in one call when `count` are attacked or (None) judged together: an attack keeps an image's samples whole
     where it can."""
     if attack is None:
-        return min(job.rows, count * job.draws)
-    draws = attack.ranking.draws
-    return min(job.rows, draws * min(count, max(1, job.rows // draws)))
+        return min(job.rows, count * job.samples)
+    samples = attack.ranking.samples
+    return min(job.rows, samples * min(count, max(1, job.rows // samples)))
 
 
 def spending(attack: Attack, classes: int) -> tuple[int, int]:
-    """Gradients and queries that an image costs the model; less where an attack stops at broken images."""
+    """Gradients and queries that an image costs the model; less where an attack stops at misclassified images."""
     gradients, queries = _moves(attack, classes)
-    return gradients, queries + attack.ranking.draws  # the look at the unperturbed image
+    return gradients, queries + attack.ranking.samples  # the look at the unperturbed image
 
 
 def _moves(attack: Attack, classes: int) -> tuple[int, int]:
@@ -100,13 +100,13 @@ def _moves(attack: Attack, classes: int) -> tuple[int, int]:
     if isinstance(attack, Transfer):
         # What is asked of the bare classifier is little beside a purification.
         gradients, queries = (0, 0) if attack.part == "classifier" else spending(attack.attack, classes)
-        return gradients, queries + attack.eot.draws
+        return gradients, queries + attack.eot.samples
     if isinstance(attack, TwoStage):  # an image that fails is asked again, and mostly fails again
         gradients, queries = spending(attack.attack, classes)
-        return gradients, queries + attack.defence_draws
+        return gradients, queries + attack.defence_samples
     if isinstance(attack, RestartedAttack) and not isinstance(attack, FAB):  # the last look of a run has no gradient
         runs = attack.steps(classes) // attack.length
-        return runs * attack.iterations * attack.eot.draws, runs * attack.eot.draws
+        return runs * attack.iterations * attack.eot.samples, runs * attack.eot.samples
     price, steps = attack.price(), attack.steps(classes)
     return (price.gradients or 0) * steps, (price.queries or 0) * steps
 

@@ -1,7 +1,7 @@
 """`evaluate`: how many images a model still classifies correctly once each attack has done its worst.
 
 The evaluation trusts nobody. It builds every adversarial image from the perturbation that an attack returned, checks
-the budget itself, judges with draws that the attack never saw, and appends a row before it goes on: a run that is
+the budget itself, judges with samples that the attack never saw, and appends a row before it goes on: a run that is
 killed goes on where it was, and ends with the same rows.
 """
 
@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from diffpure import __version__
-from diffpure.attacks import EOT, Attack, Run
+from diffpure.attacks import EOT, Attack, AttackRun
 from diffpure.attacks.losses import Model
 from diffpure.errors import InputError
 from diffpure.evaluation import checks
@@ -74,7 +74,7 @@ def evaluate(
     batch: int = 16,
     rows: int | None = None,
     memory: int | None = None,
-    places: Sequence[int] | None = None,
+    indices: Sequence[int] | None = None,
     probe: int = 0,
     only: Choice | None = None,
     out: str | Path | None = None,
@@ -88,15 +88,15 @@ def evaluate(
 
     model: images in [0, 1] to logits; one with `stochastic = True` is given `seeds=`, and one that is random without
     saying so is run image by image with a seeded generator.   images (B, C, H, W) in [0, 1], labels (B,).
-    eot: draws for every attack that takes them.   rules: when an image counts as right.   seeds: repeat it all.
+    eot: samples for every attack that takes them.   rules: when an image counts as right.   seeds: repeat it all.
     batch: images attacked together.   rows: images in one call of the model, else chosen to fit `memory` bytes (half
-    of what is free).   places: the images' places in their data, which name their noise.   probe: on how many images
+    of what is free).   indices: the images' indices in their data, which name their noise.   probe: on how many images
     the checks attack again, harder.   only: which units to do now; a later call does the rest.   engine: `Local()` or
     `Ray(...)`.   A run that goes on keeps its `rows` and its number of threads, as both decide how sums round.
     """
     ready = prepare(
         model, images, labels, threat, attacks, eot=eot, rules=rules, seeds=seeds, batch=batch, rows=rows,
-        memory=memory, places=places, name=name, spec=spec,
+        memory=memory, indices=indices, name=name, spec=spec,
     )  # fmt: skip
     engine = Local() if engine is None else engine
     ready = replace(ready.on(engine.device), only=only)
@@ -137,8 +137,8 @@ class Ready:
     only: Choice | None = None
 
     @property
-    def places(self) -> tuple[int, ...]:
-        """The images' places in their data."""
+    def indices(self) -> tuple[int, ...]:
+        """The images' indices in their data."""
         return tuple(self.header["images"])
 
     @property
@@ -163,7 +163,7 @@ class Ready:
 
     def keys(self, unit: Unit) -> list[tuple[int, int, str]]:
         """The keys of the rows of a unit."""
-        return [(unit.seed, place, unit.attack) for place in self.places[unit.start : unit.stop]]
+        return [(unit.seed, place, unit.attack) for place in self.indices[unit.start : unit.stop]]
 
     def seconds(self, unit: Unit) -> float:
         """How long a unit takes, by the calibration."""
@@ -183,14 +183,14 @@ def prepare(
     batch: int = 16,
     rows: int | None = None,
     memory: int | None = None,
-    places: Sequence[int] | None = None,
+    indices: Sequence[int] | None = None,
     name: str = "",
     spec: Mapping[str, Any] | None = None,
 ) -> Ready:
     """Check everything, calibrate, and write the header; arguments as for `evaluate`."""
     check_images(images)
     check_labels(labels, len(images))
-    chosen = places if places is not None else range(len(images))
+    chosen = indices if indices is not None else range(len(images))
     if len(set(chosen)) != len(images) or not seeds or not rules or batch < 1 or (rows is not None and rows < 1):
         raise InputError("evaluate needs one place an image, a seed, a rule, and a batch and rows of at least 1.")
     _refuse_training(model)
@@ -259,27 +259,27 @@ def _refuse_training(model: Model) -> None:
 
 
 def _work(ready: Ready, units: Sequence[Unit], store: Store | None) -> Work:
-    work = Work(ready.job, ready.images, ready.labels, ready.places, units)
+    work = Work(ready.job, ready.images, ready.labels, ready.indices, units)
     if store is None:
         return work
 
-    def save(unit: Unit, run: Run) -> None:
+    def save(unit: Unit, run: AttackRun) -> None:
         store.save_tensors(STATE, run.tensors(), {"unit": repr(unit)})
 
-    def resume(unit: Unit) -> Run | None:
+    def resume(unit: Unit) -> AttackRun | None:
         return _saved_run(store.folder / STATE, unit)
 
     return replace(work, save=save, resume=resume)
 
 
-def _saved_run(path: Path, unit: Unit) -> Run | None:
+def _saved_run(path: Path, unit: Unit) -> AttackRun | None:
     """The attack that was under way in this unit, if it was saved."""
     if not path.is_file():
         return None
     with safe_open(path, "pt") as file:
         if (file.metadata() or {}).get("unit") != repr(unit):
             return None
-    return Run.of(read_tensors(path))
+    return AttackRun.of(read_tensors(path))
 
 
 def _ticker(ready: Ready, progress: Progress | None, written: Sequence[Row]) -> Callable[[Unit, int, int], None]:
@@ -301,7 +301,7 @@ def _ticker(ready: Ready, progress: Progress | None, written: Sequence[Row]) -> 
 
     def tick(unit: Unit, step: int, steps: int) -> None:
         spent[unit] = cost[unit] * (step / max(steps, 1))
-        images = (ready.places[unit.start], ready.places[unit.stop - 1])
+        images = (ready.indices[unit.start], ready.indices[unit.stop - 1])
         share = min(1.0, math.fsum(spent.values()) / total)
         progress(Tick(len(written), count, share, left(share), unit.attack, unit.seed, images, step, steps))
 
@@ -319,7 +319,7 @@ def _doubts(ready: Ready, rows: Sequence[Row], probe: int) -> tuple[str, ...]:
     job, model = ready.job, ready.job.model
     images, labels = (tensor.to(device_of(model)) for tensor in (ready.images, ready.labels))
     attacked = [row for row in rows if row.attack != CLEAN]
-    looks = sum(row.gradients // max(1, job.attacks[row.attack].ranking.draws) for row in attacked)
+    looks = sum(row.gradients // max(1, job.attacks[row.attack].ranking.samples) for row in attacked)
     about = ready.header["model"]
     found: list[str | None] = [
         checks.approximate_gradient(about["gradient"], about["approximate"]),
@@ -340,7 +340,7 @@ def _doubts(ready: Ready, rows: Sequence[Row], probe: int) -> tuple[str, ...]:
 
 def _deterministic(job: Job) -> Iterator[str | None]:
     for name, attack in job.attacks.items():
-        if text := checks.attacked_as_deterministic(job.stochastic, attack.ranking.draws):
+        if text := checks.attacked_as_deterministic(job.stochastic, attack.ranking.samples):
             yield f"{name}: {text}"
 
 

@@ -1,12 +1,12 @@
 """Rows, and the numbers that are views of them. Nothing here imports torch.
 
-A row is what happened to one image under one attack: the classes that fresh draws of the defence gave. A random
+A row is what happened to one image under one attack: the classes that fresh samples of the defence gave. A random
 defence has no single accuracy, so a rule says when the row is right:
 
     one-shot        the first draw is right
-    average of N    the mean of the logits of N draws is right
-    worst of N      all of N draws are right
-    majority of K   more of K draws give the label than give any other class; a tie is no majority
+    average of N    the mean of the logits of N samples is right
+    worst of N      all of N samples are right
+    majority of K   more of K samples give the label than give any other class; a tie is no majority
 
 The worst case counts an image as robust if it is right unperturbed and under every attack, so it is never above the
 clean accuracy; the paper's number, the minimum over attacks of their accuracies, stands beside it. Intervals are
@@ -74,11 +74,11 @@ class Row:
     """One image under one attack (or `clean`), for one seed of the evaluation.
 
     predictions: the class each fresh draw gave, a single one where the model is not random.
-    averages: for each N of an "average of N" rule, the class of the mean logits of the first N draws.
+    averages: for each N of an "average of N" rule, the class of the mean logits of the first N samples.
     size, within: how much of the budget the attack's perturbation took, and whether it kept it (if not, the
-    perturbation was moved back inside before it was judged).   broken: what the attack itself believed.
+    perturbation was moved back inside before it was judged).   misclassified: what the attack itself believed.
     gradients, queries, zero, nonfinite: what the attack spent, and how many of its gradients were zero or not finite.
-    score_calls: calls of the score network, the final draws included.
+    score_calls: calls of the score network, the final samples included.
     """
 
     seed: int
@@ -89,7 +89,7 @@ class Row:
     averages: Mapping[int, int] = field(default_factory=dict)
     size: float = 0.0
     within: bool = True
-    broken: bool = False
+    misclassified: bool = False
     gradients: int = 0
     queries: int = 0
     zero: int = 0
@@ -129,7 +129,7 @@ def _checksum(data: Mapping[str, Any]) -> str:
 @final
 @dataclass(frozen=True)
 class Rule:
-    """When an image counts as right, given n draws."""
+    """When an image counts as right, given n samples."""
 
     kind: str
     n: int = 1
@@ -155,7 +155,7 @@ class Rule:
         if len(row.predictions) == 1:  # one draw is all there is of a model that is not random
             return row.predictions[0] == row.label
         if len(row.predictions) < self.n:
-            raise InputError(f"The rule {self} needs {self.n} draws, but the rows hold {len(row.predictions)}.")
+            raise InputError(f"The rule {self} needs {self.n} samples, but the rows hold {len(row.predictions)}.")
         return RULES[self.kind](row, self.n)
 
     def __str__(self) -> str:
@@ -164,7 +164,7 @@ class Rule:
 
 def _average(row: Row, n: int) -> bool:
     if n not in row.averages:
-        raise InputError(f"These rows hold no average of {n} draws; they hold those of {list(row.averages)}.")
+        raise InputError(f"These rows hold no average of {n} samples; they hold those of {list(row.averages)}.")
     return row.averages[n] == row.label
 
 

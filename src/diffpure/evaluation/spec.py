@@ -54,10 +54,10 @@ from diffpure.attacks import (
     Suite,
     Transfer,
 )
+from diffpure.diffusion.gradients import GRADIENT_MODES
+from diffpure.diffusion.samplers import SAMPLERS, Sampler
 from diffpure.errors import InputError, unknown
 from diffpure.evaluation.results import DEFAULT_RULES, Rule
-from diffpure.gradients import GRADIENT_MODES
-from diffpure.samplers import SAMPLERS, Sampler
 from diffpure.threats import THREATS, ThreatModel, threat
 
 Table = Mapping[str, Any]
@@ -73,7 +73,7 @@ ATTACKS: Final[dict[str, tuple[Attack, ...]]] = {
     "square": (Square(),),
     "stadv": (StAdv(eot=EOT(20)),),
     "autoattack-rand": AUTOATTACK_RAND,
-    "autoattack-standard": (Suite(attacks=AUTOATTACK_STANDARD, skip_broken=True),),
+    "autoattack-standard": (Suite(attacks=AUTOATTACK_STANDARD, skip_misclassified=True),),
     "bpda-eot": (BPDA_EOT,),
     "pgd-lee-kim": (PGD_LEE_KIM,),
     "transfer": (TRANSFER,),
@@ -112,7 +112,7 @@ class ModelSpec:
 @final
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
-    """Where the images come from, and which of them: their places in the source."""
+    """Where the images come from, and which of them: their indices in the source."""
 
     source: str = "cifar10-samples"
     path: str | None = None
@@ -147,7 +147,7 @@ class EvaluationSpec:
     """A model, images, a threat, attacks, decision rules and seeds: everything that fixes the rows of a run.
 
     batch: how many images are attacked together; part of the spec because it decides how sums round.
-    probe: on how many images the checks attack again with more draws, more moves and no budget, at about eight times
+    probe: on how many images the checks attack again with more samples, more moves and no budget, at about eight times
     the cost an image.
     """
 
@@ -208,7 +208,7 @@ class EvaluationSpec:
             raise InputError(f"The spec {path} is no TOML file ({error}).") from error
 
     def tiny(self) -> Self:
-        """The same evaluation so small that a test can run it: two images, a few draws and steps of everything."""
+        """The same evaluation so small that a test can run it: two images, a few samples and steps of everything."""
         model = self.model
         sampler = {**model.sampler, "dt": None, "steps": 2}
         if model.sampler.get("kind") == "one-shot":
@@ -280,18 +280,18 @@ def _keys(attack: Attack) -> set[str]:
 
 
 def _eot(old: EOT, value: Any) -> EOT:
-    """EOT from a number of draws, or a table of its fields."""
+    """EOT from a number of samples, or a table of its fields."""
     if isinstance(value, int):
-        return replace(old, draws=value)
+        return replace(old, samples=value)
     if not isinstance(value, Mapping):
         raise InputError(
-            f"eot is a number of draws or a table such as {{draws = 20, average = 'logits'}}, got {value!r}."
+            f"eot is a number of samples or a table such as {{samples = 20, average = 'logits'}}, got {value!r}."
         )
     return _construct(EOT, {**asdict(old), **value}, "key of eot")
 
 
 def _tiny(table: Table) -> dict[str, Any]:
-    sizes = {"iterations": 2, "restarts": 1, "targets": 1, "queries": 4, "eot": 2, "defence_draws": 3}
+    sizes = {"iterations": 2, "restarts": 1, "targets": 1, "queries": 4, "eot": 2, "defence_samples": 3}
     known = set().union(*map(_keys, attacks_of(table)))
     return {**table, **{key: value for key, value in sizes.items() if key in known}}
 
@@ -324,10 +324,10 @@ def _indices(images: Any) -> tuple[int, ...]:
     if isinstance(images, str):
         parts = [re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part) for part in images.split(",")]
         if not all(parts):
-            raise InputError(f'Images are a list of places or ranges such as "0-63", got {images!r}.')
+            raise InputError(f'Images are a list of indices or ranges such as "0-63", got {images!r}.')
         images = [i for m in parts if m for i in range(int(m[1]), int(m[2] or m[1]) + 1)]
     if not isinstance(images, Sequence) or not images or not all(type(i) is int and i >= 0 for i in images):
-        raise InputError(f'Images are a list of places or ranges such as "0-63", got {images!r}.')
+        raise InputError(f'Images are a list of indices or ranges such as "0-63", got {images!r}.')
     if len(set(images)) < len(images):
         raise InputError("The list of images names one of them twice.")
     return tuple(images)

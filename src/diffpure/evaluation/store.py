@@ -1,7 +1,7 @@
 """A run on the disk: a folder that a kill at any moment leaves whole.
 
     rows.jsonl       the header, then one line a row; appended, flushed, fsynced
-    adversarial/     a safetensors file a batch and attack: z, images, labels and the images' places in the data
+    adversarial/     a safetensors file a batch and attack: z, images, labels and the images' indices in the data
     summary.json     the rates, once the run is complete
 
 A row is written only after the file with its adversarial image. A line that a kill cut short is removed on opening;

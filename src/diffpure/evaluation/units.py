@@ -4,8 +4,8 @@ A unit is a pure function of (job, unit, images), so it can be computed again, e
 rows. All randomness is named by the image:
 
     image seed   = mix(seed of the run, place of the image in its data)
-    attack seed  = mix(image seed, name of the attack)          its starts, its draws of the defence's noise
-    judge seeds  = draws of mix(attack seed, JUDGE)             fresh: the attack never saw them
+    attack seed  = mix(image seed, name of the attack)          its starts, its samples of the defence's noise
+    judge seeds  = samples of mix(attack seed, JUDGE)             fresh: the attack never saw them
 
 Only for an attack that knows the noise (`EOT(fixed=True)`) the judge uses the noise that the attack was given.
 """
@@ -22,11 +22,11 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from diffpure.attacks import EOT, Attack, Run, Transfer, draw_seeds
+from diffpure.attacks import EOT, Attack, AttackRun, Transfer, sample_seeds
 from diffpure.attacks.base import COUNTERS, OnStep, choose
 from diffpure.attacks.losses import Model, call, check_logits
 from diffpure.evaluation.results import CLEAN, Row, Rule, slug
-from diffpure.sde import Noise, mix
+from diffpure.noise import Noise, mix
 from diffpure.threats import ThreatModel
 
 JUDGE: Final = 0x1D6E
@@ -67,8 +67,8 @@ class Job:
         return bool(getattr(self.model, "stochastic", False))
 
     @property
-    def draws(self) -> int:
-        """How many fresh draws judge an image."""
+    def samples(self) -> int:
+        """How many fresh samples judge an image."""
         return max(rule.n for rule in self.rules) if self.stochastic else 1
 
     @property
@@ -80,11 +80,11 @@ class Job:
 @final
 @dataclass(frozen=True)
 class Batch:
-    """The images of a unit: x (B, C, H, W), y (B,), and their places in the data."""
+    """The images of a unit: x (B, C, H, W), y (B,), and their indices in the data."""
 
     x: Tensor
     y: Tensor
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
 
 
 @final
@@ -100,7 +100,7 @@ class Done:
 @final
 @dataclass(frozen=True)
 class Verdict:
-    """What fresh draws say of a batch: predictions (B, D), and the class of the mean logits of N draws, each (B,)."""
+    """Fresh samples of a batch: predictions (B, D), and the class of the mean logits of N samples, each (B,)."""
 
     predictions: Tensor
     averages: dict[int, Tensor]
@@ -117,10 +117,10 @@ def plan(count: int, batch: int, attacks: Sequence[str], seeds: Sequence[int]) -
     return [Unit(seed, name, a, b) for seed in seeds for a, b in spans for name in (CLEAN, *attacks)]
 
 
-def compute(job: Job, unit: Unit, batch: Batch, on_step: OnStep | None = None, resume: Run | None = None) -> Done:
-    """Attack the images of a unit, build the adversarial ones, check the budget, and judge them with fresh draws."""
+def compute(job: Job, unit: Unit, batch: Batch, on_step: OnStep | None = None, resume: AttackRun | None = None) -> Done:
+    """Attack the images of a unit, build the adversarial ones, check the budget, and judge them with fresh samples."""
     began = time.perf_counter()
-    seeds = attack_seeds(unit, batch.places)
+    seeds = attack_seeds(unit, batch.indices)
     if unit.attack == CLEAN:
         verdict = judge(job, batch.x, judge_seeds(job, unit, seeds))
         return _done(unit, batch, verdict, job, began)
@@ -142,14 +142,14 @@ def _done(
     job: Job,
     began: float,
     *,
-    run: Run | None = None,
+    run: AttackRun | None = None,
     within: Tensor | None = None,
     size: Tensor | None = None,
     kept: Mapping[str, Tensor] | None = None,
 ) -> Done:
-    seconds = round((time.perf_counter() - began) / len(batch.places), 4)
+    seconds = round((time.perf_counter() - began) / len(batch.indices), 4)
     rows = []
-    for i, place in enumerate(batch.places):
+    for i, place in enumerate(batch.indices):
         spent: dict[str, Any] = {} if run is None else {k: int(run.state[k][i]) for k in COUNTERS}
         row = Row(
             seed=unit.seed,
@@ -159,12 +159,12 @@ def _done(
             **verdict.of(i),
             size=0.0 if size is None else float(size[i]),
             within=within is None or bool(within[i]),
-            broken=run is not None and bool(run.broken[i]),
+            misclassified=run is not None and bool(run.misclassified[i]),
             **spent,
             seconds=seconds,
         )
         rows.append(replace(row, score_calls=_score_calls(job, row)))
-    tensors = {} if kept is None else {**kept, "labels": batch.y, "places": torch.tensor(batch.places)}
+    tensors = {} if kept is None else {**kept, "labels": batch.y, "indices": torch.tensor(batch.indices)}
     return Done(unit, tuple(rows), {k: v.detach().cpu() for k, v in tensors.items()})
 
 
@@ -173,34 +173,34 @@ def _score_calls(job: Job, row: Row) -> int:
     attack = job.attacks.get(row.attack)
     if isinstance(attack, Transfer) and attack.part == "classifier":
         # Crafted without the defence, which is asked twice: before, and to rank what was found.
-        return (2 * attack.eot.draws + job.draws) * forward
-    return row.gradients * gradient + (row.queries + job.draws) * forward
+        return (2 * attack.eot.samples + job.samples) * forward
+    return row.gradients * gradient + (row.queries + job.samples) * forward
 
 
-def attack_seeds(unit: Unit, places: Sequence[int]) -> tuple[int, ...]:
+def attack_seeds(unit: Unit, indices: Sequence[int]) -> tuple[int, ...]:
     """The seed of each image for this attack."""
     name = zlib.crc32(unit.attack.encode())
-    return tuple(mix(mix(unit.seed, place), name) for place in places)
+    return tuple(mix(mix(unit.seed, place), name) for place in indices)
 
 
 def judge_seeds(job: Job, unit: Unit, seeds: Sequence[int]) -> tuple[int, ...]:
-    """The seeds of the final draws, `job.draws` an image, one image after the other."""
+    """The seeds of the final samples, `job.samples` an image, one image after the other."""
     attack = job.attacks.get(unit.attack)
     if attack is not None and attack.ranking.fixed:
-        return draw_seeds(seeds, 0, job.draws, fixed=True)
-    return draw_seeds(Noise(tuple(seeds)).child(JUDGE).seeds, 0, job.draws)
+        return sample_seeds(seeds, 0, job.samples, fixed=True)
+    return sample_seeds(Noise(tuple(seeds)).child(JUDGE).seeds, 0, job.samples)
 
 
 @torch.no_grad()
 def judge(job: Job, x: Tensor, seeds: Sequence[int]) -> Verdict:
-    """Classify images x (B, C, H, W) with D draws each, at most `job.rows` a call of the model; seeds (B · D)."""
-    draws = job.draws
+    """Classify images x (B, C, H, W) with D samples each, at most `job.rows` a call of the model; seeds (B · D)."""
+    samples = job.samples
     pieces = []
-    for a in range(0, len(x) * draws, job.rows):
-        b = min(a + job.rows, len(x) * draws)
-        images = x[torch.arange(a, b, device=x.device) // draws]
+    for a in range(0, len(x) * samples, job.rows):
+        b = min(a + job.rows, len(x) * samples)
+        images = x[torch.arange(a, b, device=x.device) // samples]
         pieces.append(check_logits(call(job.model, images, seeds[a:b]), b - a).cpu().double())
-    logits = torch.cat(pieces).reshape(len(x), draws, -1)
+    logits = torch.cat(pieces).reshape(len(x), samples, -1)
     averages = {n: logits[:, :n].mean(1).argmax(1) for n in job.averages}
     return Verdict(logits.argmax(2), averages)
 

@@ -80,7 +80,7 @@ def _header_problems(header: Mapping[str, Any], expected: Mapping[str, Any]) -> 
 
 
 def _row_problems(rows: Sequence[Row], ready: Ready) -> Iterator[str]:
-    labels = dict(zip(ready.places, ready.labels.tolist(), strict=True))
+    labels = dict(zip(ready.indices, ready.labels.tolist(), strict=True))
     expected = {key for unit in ready.units for key in ready.keys(unit)}
     for key, count in Counter(row.key for row in rows).items():
         if count > 1:
@@ -98,7 +98,7 @@ def _unit_problems(
     folder: Path, ready: Ready, unit: Unit, rows: Mapping[tuple[int, int, str], Row]
 ) -> tuple[list[str], int]:
     """What is wrong with the images and decisions of one unit, and how many adversarial images it has."""
-    work = Work(ready.job, ready.images, ready.labels, ready.places, ())
+    work = Work(ready.job, ready.images, ready.labels, ready.indices, ())
     batch = on_device(work.batch(unit), device_of(ready.job.model))
     x, problems = batch.x, list[str]()
     if unit.attack != CLEAN:
@@ -107,7 +107,7 @@ def _unit_problems(
         except InputError as error:
             return [str(error)], 0
         sizes = ready.job.threat.size(z).tolist()
-    seeds = judge_seeds(ready.job, unit, attack_seeds(unit, batch.places))
+    seeds = judge_seeds(ready.job, unit, attack_seeds(unit, batch.indices))
     verdict = judge(ready.job, x, seeds)
     for i, key in enumerate(ready.keys(unit)):
         row = rows.get(key)
@@ -117,7 +117,7 @@ def _unit_problems(
             problems.append(f"The decisions in the row of {_where(key)} are not what the model says of that image.")
         if unit.attack != CLEAN and row.within and row.size != sizes[i]:
             problems.append(f"The row of {_where(key)} says size {row.size}, but the perturbation has {sizes[i]}.")
-    return problems, 0 if unit.attack == CLEAN else len(batch.places)
+    return problems, 0 if unit.attack == CLEAN else len(batch.indices)
 
 
 def _adversarial(path: Path, ready: Ready, unit: Unit, batch: Batch) -> tuple[Tensor, Tensor, list[str]]:
@@ -125,13 +125,13 @@ def _adversarial(path: Path, ready: Ready, unit: Unit, batch: Batch) -> tuple[Te
     tensors = read_tensors(path)
     threat, device = ready.job.threat, batch.x.device
     wanted = threat.zeros(batch.x).shape
-    names = {"z": wanted, "images": batch.x.shape, "labels": batch.y.shape, "places": batch.y.shape}
+    names = {"z": wanted, "images": batch.x.shape, "labels": batch.y.shape, "indices": batch.y.shape}
     if any(name not in tensors or tensors[name].shape != shape for name, shape in names.items()):
         raise InputError(f"The file {path} does not hold the adversarial images of its batch.")
     z, images = tensors["z"].to(device), tensors["images"].to(device)
     keys = [_where(key) for key in ready.keys(unit)]
     problems = []
-    if tuple(tensors["places"].tolist()) != batch.places or not torch.equal(tensors["labels"].to(device), batch.y):
+    if tuple(tensors["indices"].tolist()) != batch.indices or not torch.equal(tensors["labels"].to(device), batch.y):
         problems.append(f"The file {path} names other images or labels than the data.")
     within, same = threat.within(batch.x, z), (threat.apply(batch.x, z) == images).flatten(1).all(1)
     for key, inside, made in zip(keys, within.tolist(), same.tolist(), strict=True):

@@ -59,7 +59,7 @@ class DemoConfig:
     images: int = 100
     adaptive_images: int = 16
     iterations: int = 10
-    draws: int = 8
+    samples: int = 8
     t_star: float = 0.1
     steps: int = 5
     seed: int = 0
@@ -78,13 +78,13 @@ def run_demo(config: DemoConfig, home: Path, progress: Progress = lambda *_: Non
         found.append((folder, run(spec, folder, progress=_tell(progress, spec.name))))
         return found[-1][1]
 
-    pgd, adapted = "PGD-20", f"PGD-{config.iterations}, EOT {config.draws}, exact gradient"
+    pgd, adapted = "PGD-20", f"PGD-{config.iterations}, EOT {config.samples}, exact gradient"
     name = f"Bare classifier, and {pgd} on it"
     bare = measure(_spec(config, name, config.images, attack={"kind": "pgd", "iterations": 20}))
     purified = measure(_spec(config, "Purified", config.images, defended=True))
     name = f"Purified, on the images that {pgd} made against the bare classifier"
     brought = measure(_spec(config, name, config.images, defended=True, source=_attacked(found[0])))
-    eot = {"kind": "pgd", "iterations": config.iterations, "eot": config.draws}
+    eot = {"kind": "pgd", "iterations": config.iterations, "eot": config.samples}
     name = f"Purified, attacked by one who knows the defence ({adapted})"
     adaptive = measure(_spec(config, name, config.adaptive_images, defended=True, attack=eot))
     rows = (

@@ -65,7 +65,9 @@ def _gallery(folder: Path, result: Result, spec: EvaluationSpec, world: World, c
     if attack != CLEAN:
         stages["attacked"] = read_tensors(folder / IMAGES / unit.file)["images"][shown]
     job = Job(world.model, spec.threat.make(), spec.make_attacks(), result.rules, unit.stop)
-    seeds = judge_seeds(job, unit, attack_seeds(unit, result.header["images"][shown]))[:: job.draws]  # the first draws
+    seeds = judge_seeds(job, unit, attack_seeds(unit, result.header["images"][shown]))[
+        :: job.samples
+    ]  # the first samples
     classifier: Model = lambda x: call(world.model, x, seeds)  # noqa: E731
     if isinstance(world.model, Defense):
         stages |= _way_back(world.model.purifier, list(stages.values())[-1], seeds)

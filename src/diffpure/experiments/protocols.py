@@ -14,8 +14,8 @@ from typing import Final, final
 
 from diffpure.attacks import APGD, AUTOATTACK_RAND, AUTOATTACK_STANDARD, EOT, PGD_LEE_KIM, Attack, Suite
 from diffpure.data.subsets import SUBSETS, Subset
+from diffpure.diffusion.samplers import ReverseSDE, Sampler
 from diffpure.evaluation.results import Rule
-from diffpure.samplers import ReverseSDE, Sampler
 from diffpure.threats import Linf, ThreatModel
 
 LINF: Final = Linf(8 / 255)
@@ -59,7 +59,7 @@ PROTOCOLS: Final[dict[str, Protocol]] = {
         seeds=(121, 122, 123),
     ),
     "lee-kim": Protocol(
-        source="Lee & Kim, ICCV 2023: PGD+EOT, 200 steps of 0.007, 20 draws, through a coarser surrogate of the path",
+        source="Lee & Kim, ICCV 2023: PGD+EOT, 200 steps of 0.007, 20 samples, through a coarser surrogate of the path",
         reported="WRN-28-10 46.8–51.3 % (versions differ), WRN-70-16 57.0 %",
         departs="the purifier is the paper's VP-SDE, the images are the paper's subset",
         sampler=VP_SDE,
@@ -70,7 +70,7 @@ PROTOCOLS: Final[dict[str, Protocol]] = {
     "diffhammer": Protocol(
         source="DiffHammer, 2024: the average and the worst of 10 submissions, clean accuracy under the same rules",
         reported="WRN-70-16 42.54 % average, 22.66 % worst (clean 90.98 %, 76.56 %)",
-        departs="its rules only: for its own attack stands APGD with exact gradients and 20 draws",
+        departs="its rules only: for its own attack stands APGD with exact gradients and 20 samples",
         sampler=VP_SDE,
         gradient="exact",
         attacks=AUTOATTACK_RAND,
@@ -79,7 +79,7 @@ PROTOCOLS: Final[dict[str, Protocol]] = {
     "diffbreak": Protocol(
         source="DiffBreak, NeurIPS 2025: exact gradients; one-shot, worst of 10, majority of 10 and of 128",
         reported="one-shot WRN-28-10 48.05 %, WRN-70-16 35.16 %; worst of 10 17.19 %, majority 39.45 % and 47.72 %",
-        departs="64 draws, where their variance levels off, and 100 steps, as is current practice",
+        departs="64 samples, where their variance levels off, and 100 steps, as is current practice",
         sampler=VP_SDE,
         gradient="exact",
         attacks=(APGD(loss="ce", eot=EOT(64)), APGD(loss="dlr", eot=EOT(64))),

@@ -169,7 +169,7 @@ def _settings(spec: EvaluationSpec) -> dict[str, Any]:
         "rules": spec.rules,
         "seeds": spec.seeds,
         "batch": spec.batch,
-        "places": spec.data.images,
+        "indices": spec.data.images,
         "name": spec.name,
         "spec": {key: value for key, value in spec.plain().items() if key != "name"},
     }

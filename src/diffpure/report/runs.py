@@ -21,7 +21,7 @@ COLUMNS: Final = ("run", "model", "threat", "attack", "rule", "images", "accurac
 AXES: Final[dict[str, tuple[str | int, ...]]] = {
     "t*": ("model", "sampler", "t_star"),
     "ε": ("threat", "eps"),
-    "draws (EOT)": ("attacks", 0, "eot"),
+    "samples (EOT)": ("attacks", 0, "eot"),
     "iterations": ("attacks", 0, "iterations"),
 }
 
@@ -69,7 +69,7 @@ def read_run(folder: str | Path, remark: str = "") -> Run:
 
 
 def _rows_gallery(folder: Path, result: Result, count: int = 8) -> Gallery | None:
-    """What a run's files show without its model: its strongest attack, judged by the first draws of its rows."""
+    """What a run's files show without its model: its strongest attack, judged by the first samples of its rows."""
     attack = strongest(result)
     files = sorted((folder / "adversarial").glob(f"{slug(attack)}-seed{result.seeds[0]}-*.safetensors"))
     if not files:
@@ -84,7 +84,7 @@ def _rows_gallery(folder: Path, result: Result, count: int = 8) -> Gallery | Non
         stages = {"clean": attacked - z, **stages}
     rows = {(row.attack, row.image): row for row in result.rows if row.seed == result.seeds[0]}
     names = {"clean": CLEAN, "attacked": attack}
-    classes = [[rows[names[s], int(p)].predictions[0] for p in kept["places"][:count]] for s in stages]
+    classes = [[rows[names[s], int(p)].predictions[0] for p in kept["indices"][:count]] for s in stages]
     return Gallery(
         attack=attack,
         stages=tuple(stages),

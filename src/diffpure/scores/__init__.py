@@ -1,6 +1,6 @@
 """Score models: one contract, one network a file."""
 
-from diffpure.scores.base import EpsilonScore, GaussianScore, ScoreModel, discrete_epsilon
+from diffpure.diffusion.score import EpsilonScore, GaussianScore, ScoreModel, discrete_epsilon
 from diffpure.scores.denoiser import DenoiserScore
 from diffpure.scores.load import load_score
 

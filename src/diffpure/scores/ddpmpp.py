@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffpure.checkpoints import expect
-from diffpure.scores.base import EpsilonScore
+from diffpure.diffusion.score import EpsilonScore
+from diffpure.diffusion.sde import VPSDE, Schedule
+from diffpure.models.checkpoints import expect
 from diffpure.scores.layers import attend, downsample, sin_cos, tokens, untokens, upsample
-from diffpure.sde import VPSDE, Schedule
 
 
 def group_norm(channels: int) -> nn.GroupNorm:

@@ -15,8 +15,8 @@ from typing import Any, final
 
 from torch import Tensor
 
-from diffpure.scores.base import EpsilonScore
-from diffpure.sde import VPSDE, Schedule, over
+from diffpure.diffusion.score import EpsilonScore
+from diffpure.diffusion.sde import VPSDE, Schedule, over
 
 
 @final

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffpure.checkpoints import expect
+from diffpure.diffusion.score import EpsilonScore
+from diffpure.diffusion.sde import STEPS, VPSDE, over
 from diffpure.errors import InputError
-from diffpure.scores.base import EpsilonScore
+from diffpure.models.checkpoints import expect
 from diffpure.scores.layers import GroupNorm, cos_sin, downsample, pointwise, tokens, untokens, upsample
-from diffpure.sde import STEPS, VPSDE, over
 
 
 @final

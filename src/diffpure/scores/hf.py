@@ -16,10 +16,10 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from diffpure.checkpoints import LAYOUTS, load_state, read
+from diffpure.diffusion.score import EpsilonScore
+from diffpure.diffusion.sde import STEPS, VPSDE, DiscreteVP, Schedule, over
 from diffpure.errors import InputError, unknown
-from diffpure.scores.base import EpsilonScore
-from diffpure.sde import STEPS, VPSDE, DiscreteVP, Schedule, over
+from diffpure.models.checkpoints import LAYOUTS, load_state, read
 
 WEIGHTS = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from diffpure import weights
-from diffpure.cards import Card, card_of_file, cards, local_file
-from diffpure.checkpoints import LAYOUTS, frozen, load_state, read
+from diffpure.diffusion.score import EpsilonScore
 from diffpure.errors import InputError, unknown
+from diffpure.models import weights
+from diffpure.models.cards import Card, card_of_file, cards, local_file
+from diffpure.models.checkpoints import LAYOUTS, frozen, load_state, read
 from diffpure.scores import hf, small
-from diffpure.scores.base import EpsilonScore
 from diffpure.scores.ddpm import DDPMScore
 from diffpure.scores.ddpmpp import DDPMppScore
 from diffpure.scores.guided import GuidedScore

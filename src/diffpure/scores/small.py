@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from diffpure.diffusion.score import EpsilonScore
+from diffpure.diffusion.sde import VPSDE, Schedule, over
 from diffpure.errors import InputError
-from diffpure.scores.base import EpsilonScore
-from diffpure.sde import VPSDE, Schedule, over
 
 SIGMA_DATA: Final = 0.5  # standard deviation of natural images in [-1, 1]
 _GROUP: Final = 8  # channels normalised together

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffpure.attacks.draws import starts
+from diffpure.attacks.seeds import starts
 from diffpure.errors import InputError
 from diffpure.threats import Linf, ThreatModel
 

@@ -35,7 +35,7 @@ from diffpure.data.cifar10 import Images
 from diffpure.disk import write_whole
 from diffpure.errors import InputError
 from diffpure.evaluation.describe import digest, stable
-from diffpure.sde import mix
+from diffpure.noise import mix
 from diffpure.training.precision import DTYPES, check, settle
 
 State = dict[str, Tensor]

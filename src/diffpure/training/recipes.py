@@ -2,7 +2,7 @@
 
 `follow` builds the network from the seed, trains it on CIFAR-10's training set and returns it with its averaged
 weights; a run that was killed goes on when the same recipe is followed in the same folder. `export` writes the file
-that `diffpure.weights.embedded` reads and gives the part of the card that follows from the file.
+that `diffpure.models.weights.embedded` reads and gives the part of the card that follows from the file.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import nn
 
 from diffpure.classifiers.small import ARCHITECTURES, SmallResNet, small_vit
 from diffpure.data.cifar10 import Images
+from diffpure.diffusion.score import EpsilonScore
 from diffpure.errors import unknown
-from diffpure.scores.base import EpsilonScore
+from diffpure.models.weights import Card, embedded, pack
 from diffpure.scores.small import SmallUNet
 from diffpure.training.adversarial import FAST_LINF
 from diffpure.training.classifier import ClassifierConfig, train_classifier
 from diffpure.training.cost import multiply_adds, parameters
 from diffpure.training.score import ScoreConfig, train_score
-from diffpure.weights import Card, embedded, pack
 
 HELD_OUT: Final = 500  # the last training images, which a score is watched on and never trained on
 

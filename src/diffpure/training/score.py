@@ -22,9 +22,9 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from diffpure.data.cifar10 import Images
+from diffpure.diffusion.score import EpsilonScore
+from diffpure.diffusion.sde import Schedule, over
 from diffpure.errors import InputError, unknown
-from diffpure.scores.base import EpsilonScore
-from diffpure.sde import Schedule, over
 from diffpure.training.loop import Run, State, batch_indices, cosine, generator, options_of, train
 
 TIMES: Final = (0.01, 0.02, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3)

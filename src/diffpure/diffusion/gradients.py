@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from diffpure.diffusion.paths import EulerPath, Path, per_image
+from diffpure.diffusion.sde import over
 from diffpure.errors import InputError, unknown
-from diffpure.paths import EulerPath, per_image
-from diffpure.sde import Path, over
 
 GradientMode = Callable[[Path, Tensor], Tensor]
 

@@ -23,10 +23,11 @@ from typing import Final, Literal, Protocol, final, runtime_checkable
 import torch
 from torch import Tensor
 
+from diffpure.diffusion.paths import ChainPath, Drift, EulerPath, ExponentialPath, Path
+from diffpure.diffusion.score import ScoreModel
+from diffpure.diffusion.sde import STEPS, VPSDE, DiscreteVP, Schedule, over
 from diffpure.errors import InputError, unknown
-from diffpure.paths import ChainPath, Drift, EulerPath, ExponentialPath
-from diffpure.scores.base import ScoreModel
-from diffpure.sde import STEPS, VPSDE, DiscreteVP, Noise, NoiseSource, Path, Schedule, over
+from diffpure.noise import Noise, NoiseSource
 
 Spacing = Literal["t", "log_snr", "root_sigma"]
 

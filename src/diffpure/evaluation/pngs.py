@@ -28,7 +28,7 @@ def save_pngs(folder: str | Path, out: str | Path) -> list[Path]:
         with one_sentence(target):
             target.mkdir(parents=True, exist_ok=True)
             for place, image in zip(
-                tensors["places"].tolist(), eight_bit(tensors["images"], tensors["z"]), strict=True
+                tensors["indices"].tolist(), eight_bit(tensors["images"], tensors["z"]), strict=True
             ):
                 written.append(target / f"{place:06d}.png")
                 pixels = image.permute(1, 2, 0).numpy().astype(np.uint8)

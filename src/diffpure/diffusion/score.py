@@ -18,7 +18,7 @@ from typing import Protocol, final, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from diffpure.sde import STEPS, VPSDE, Schedule, over
+from diffpure.diffusion.sde import STEPS, VPSDE, Schedule, over
 
 
 @runtime_checkable

@@ -1,6 +1,6 @@
 """Every random number of an attack is a function of (seed of the image, purpose, counter).
 
-So an image's attack does not depend on its batch, an interrupted attack goes on to the same result, and the draws
+So an image's attack does not depend on its batch, an interrupted attack goes on to the same result, and the samples
 that a random defence was given can be made again from the seed alone.
 """
 
@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from diffpure.sde import Noise, mix
+from diffpure.noise import Noise, mix
 
 Words = NDArray[np.uint64]
 
-START: Final = 0x57A27  # the purposes: random starts, moves of a random search, draws of the defence's noise
+START: Final = 0x57A27  # the purposes: random starts, moves of a random search, samples of the defence's noise
 MOVE: Final = 0x303E
 DRAW: Final = 0xD2A3
 
@@ -28,16 +28,16 @@ def starts(seeds: Sequence[int]) -> Noise:
     return Noise(tuple(seeds)).child(START)
 
 
-def draw_seeds(seeds: Sequence[int], step: int, draws: int, *, fixed: bool = False) -> tuple[int, ...]:
-    """The seeds that a random defence is given at a step, `draws` of them an image, one image after the other.
+def sample_seeds(seeds: Sequence[int], step: int, samples: int, *, fixed: bool = False) -> tuple[int, ...]:
+    """The seeds that a random defence is given at a step, `samples` of them an image, one image after the other.
 
     Fresh at every step; with `fixed` always the same, the first of them the image's own seed: then the attacker knows
     the noise that `model(x, seeds=seeds)` will use.
     """
     if fixed:
-        return tuple(mix(seed, d) if d else seed for seed in seeds for d in range(draws))
+        return tuple(mix(seed, d) if d else seed for seed in seeds for d in range(samples))
     children = mixed(mixed(np.array(seeds, dtype=np.uint64), DRAW), step)
-    return tuple(mixed(children[:, None], np.arange(draws)).ravel().tolist())
+    return tuple(mixed(children[:, None], np.arange(samples)).ravel().tolist())
 
 
 def uniforms(seeds: Sequence[int], step: int, count: int) -> Tensor:
@@ -48,7 +48,7 @@ def uniforms(seeds: Sequence[int], step: int, count: int) -> Tensor:
 
 
 def mixed(seeds: Words, tag: int | NDArray[np.int64]) -> Words:
-    """`diffpure.sde.mix` of many at once."""
+    """`diffpure.diffusion.sde.mix` of many at once."""
     word = np.uint64
     z = seeds ^ (np.asarray(tag).astype(word) * word(0x9E3779B97F4A7C15))
     for _ in range(2):

@@ -1,6 +1,6 @@
 """One equation on one time grid: the paths that samplers hand to gradient modes.
 
-A path knows a single step (`Path` in sde.py); who runs the steps, and what is kept for a gradient, is not its business.
+A path knows a single step (`Path`); who runs the steps, and what is kept for a gradient, is not its business.
 Noise is a function of (seed of the image, step number), so that a backward pass can take the same step again.
 """
 
@@ -14,9 +14,10 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
+from diffpure.diffusion.score import ScoreModel, discrete_epsilon
+from diffpure.diffusion.sde import DiscreteVP, over
 from diffpure.errors import InputError
-from diffpure.scores.base import ScoreModel, discrete_epsilon
-from diffpure.sde import DiscreteVP, NoiseSource, Path, over
+from diffpure.noise import NoiseSource
 
 Drift = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x, t (B,), context) -> dx/dt
 
@@ -35,6 +36,33 @@ def thin(times: Tensor, steps: int) -> Tensor:
     last = len(times) - 1
     keep = torch.linspace(0, last, min(steps, last) + 1, dtype=torch.float64).round().long()
     return times[keep]
+
+
+class Path(ABC):
+    """One equation, on one time grid, with one noise: it knows ONE step, and a gradient mode owns the loop.
+
+    `score` is what every step calls. `context` is a tensor that every step reads beside the state (the attacked image
+    in LD-SDE): gradient modes differentiate with respect to it too.
+    """
+
+    score: Callable[[Tensor, Tensor], Tensor]
+    context: Tensor | None
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of steps."""
+
+    @abstractmethod
+    def step(self, x: Tensor, i: int) -> Tensor:
+        """The state after step i from the state x (B, C, H, W) before it; differentiable in x and `context`."""
+
+    @abstractmethod
+    def time(self, i: int) -> Tensor:
+        """The time of the state before step i (after the last step for i = len(path)); () or (B,) float64."""
+
+    @abstractmethod
+    def coarser(self, steps: int) -> Path:
+        """The same equation on a grid of about `steps` steps."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
-from diffpure.checkpoints import check_hash, read, sha256
 from diffpure.disk import Progress, download, home
 from diffpure.errors import InputError, unknown
+from diffpure.models.checkpoints import check_hash, read, sha256
 
 Kind = Literal["score", "classifier"]
 

@@ -1,0 +1,1 @@
+"""The diffusion core: schedules, the score contract, one step of each equation, samplers, and gradient modes."""

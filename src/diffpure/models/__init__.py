@@ -1,0 +1,1 @@
+"""Models by name: one kind of card, safe checkpoints, and the weights inside the package."""

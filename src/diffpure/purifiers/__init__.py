@@ -1,0 +1,1 @@
+"""Purifiers by name; each is a member of the contract in `diffpure.purify`."""
