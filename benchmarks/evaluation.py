@@ -34,7 +34,8 @@ from diffpure.evaluation.engine import Local
 from diffpure.evaluation.evaluate import Progress, evaluate
 from diffpure.evaluation.results import CLEAN, Result, Row, read_rows
 from diffpure.evaluation.store import read_tensors
-from diffpure.purify import Defense, Purifier
+from diffpure.purifiers.diffusion import Purifier
+from diffpure.purify import Defense
 from diffpure.threats import Linf
 
 STEPS = 8 * 2 * 11  # of the evaluation below: eight batches, two attacks, eleven steps

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from diffpure.diffusion.samplers import ReverseSDE, Sampler
 from diffpure.diffusion.sde import VPSDE, Schedule, over
-from diffpure.purify import Defense, Purifier
+from diffpure.purifiers.diffusion import Purifier
+from diffpure.purify import Defense
 
 SEEN = 1500  # the classifier and the density have seen these
 

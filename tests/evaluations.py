@@ -15,7 +15,8 @@ from diffpure.evaluation.evaluate import evaluate
 from diffpure.evaluation.results import Result, Row
 from diffpure.evaluation.spec import EvaluationSpec
 from diffpure.experiments.run import World, load_images
-from diffpure.purify import Defense, Purifier
+from diffpure.purifiers.diffusion import Purifier
+from diffpure.purify import Defense
 from diffpure.threats import Linf
 from problems import images, tiny_classifier, tiny_unet
 

@@ -14,7 +14,8 @@ from diffpure.evaluation.calibrate import Calibration, Line, _Peak, calibrate, r
 from diffpure.evaluation.estimate import Estimate, estimate
 from diffpure.evaluation.evaluate import evaluate, prepare
 from diffpure.evaluation.spec import ATTACKS
-from diffpure.purify import Defense, Purifier
+from diffpure.purifiers.diffusion import Purifier
+from diffpure.purify import Defense
 from evaluations import THREAT, defense, problem, spec_of, tiny_world
 from problems import images, tiny_classifier, tiny_unet
 

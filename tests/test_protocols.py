@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffpure.experiments.protocols import PROTOCOLS
-from diffpure.purify import Purifier
+from diffpure.purifiers.diffusion import Purifier
 from diffpure.scores import GaussianScore
 
 

@@ -18,7 +18,8 @@ from diffpure.errors import InputError
 from diffpure.evaluation.engine import Engine, Local, Ray
 from diffpure.evaluation.evaluate import evaluate
 from diffpure.evaluation.results import Result, read_rows
-from diffpure.purify import Defense, Purifier
+from diffpure.purifiers.diffusion import Purifier
+from diffpure.purify import Defense
 from diffpure.threats import Linf
 from evaluations import timeless
 from problems import images, tiny_classifier, tiny_unet

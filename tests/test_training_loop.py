@@ -21,7 +21,7 @@ from diffpure.data.cifar10 import Images
 from diffpure.diffusion.samplers import OneShot
 from diffpure.diffusion.score import GaussianScore
 from diffpure.errors import InputError
-from diffpure.purify import Purifier
+from diffpure.purifiers.diffusion import Purifier
 from diffpure.scores.small import SmallUNet
 from diffpure.training import precision
 from diffpure.training.adversarial import FAST_LINF

@@ -49,8 +49,9 @@ if TYPE_CHECKING:
     from diffpure.errors import InputError as InputError
     from diffpure.evaluation.evaluate import evaluate as evaluate
     from diffpure.noise import Noise as Noise
+    from diffpure.purifiers.diffusion import Purifier as Purifier
     from diffpure.purify import Defense as Defense
-    from diffpure.purify import Purifier as Purifier
+    from diffpure.purify import PurifierBase as PurifierBase
     from diffpure.scores.denoiser import DenoiserScore as DenoiserScore
     from diffpure.scores.load import load_score as load_score
     from diffpure.threats import L2 as L2
@@ -91,9 +92,10 @@ _HOMES = {
         "Exact",
         "Surrogate",
     ),
+    "diffpure.purifiers.diffusion": ("Purifier",),
     "diffpure.purify": (
         "Defense",
-        "Purifier",
+        "PurifierBase",
     ),
     "diffpure.diffusion.samplers": (
         "Ancestral",

@@ -18,7 +18,8 @@ from diffpure.diffusion.samplers import ReverseSDE, Sampler
 from diffpure.diffusion.score import ScoreModel
 from diffpure.diffusion.sde import Schedule
 from diffpure.errors import InputError
-from diffpure.purify import Purifier, Seeds
+from diffpure.noise import Seeds
+from diffpure.purifiers.diffusion import Purifier
 from diffpure.theory import distance_bound, kl_bound_of_perturbation
 from diffpure.validate import check_labels
 

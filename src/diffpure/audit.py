@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diffpure.errors import InputError
-from diffpure.noise import Noise
-from diffpure.purify import Defense, Purifier, Seeds
-from diffpure.validate import check_images
+from diffpure.noise import Noise, Seeds
+from diffpure.validate import as_images
 
 Objective = Callable[[Tensor], Tensor]  # model output -> one number an image (B,)
 
@@ -92,7 +91,7 @@ def audit_gradient(
     objective: from the model's output to one number an image; without one, the log-odds of logits against the model's
     own prediction, or the sum of an image weighted by fixed noise.
     """
-    check_images(images)
+    images = as_images(images)
     if directions < 1 or not step > 0:
         raise InputError(f"An audit needs at least one direction and a positive step, got {directions} and {step}.")
     noise = Noise.of(seeds, len(images))
@@ -103,7 +102,7 @@ def audit_gradient(
         objective = objective or _default_objective(call(x), noise)
     gradient = _gradient(call, objective, x)
     reference = None
-    if isinstance(model, Purifier | Defense):
+    if hasattr(model, "with_gradient"):
         backprop = _gradient(_with_fixed_noise(model.with_gradient("backprop"), noise), objective, x)
         reference = Agreement.between(gradient.flatten(1), backprop.flatten(1))
     along, measured = [], []

@@ -36,7 +36,7 @@ from diffpure.data.images import SUFFIXES, open_image, pixels_of, to_tensor
 from diffpure.disk import one_sentence, write_whole
 from diffpure.errors import InputError
 from diffpure.noise import Noise, mix
-from diffpure.purify import Purifier
+from diffpure.purifiers.diffusion import Purifier
 
 Fit = Literal["resize", "tiles"]
 ARCHIVES: Final = frozenset({".npz", ".tar", ".gz", ".tgz"})

@@ -6,31 +6,47 @@ seeds they come from the operating system's entropy, so that nobody can predict 
 
 from __future__ import annotations
 
+import operator
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from diffpure.errors import InputError
 
 NoiseSource = Callable[[int, Tensor], Tensor]  # (step, like) -> standard normal numbers shaped like `like`
+Seeds = int | Sequence[int] | Tensor | None  # one per image; one number for all; or the system's entropy
+Words = NDArray[np.uint64]
 
 _MASK: Final = (1 << 64) - 1
 
 
 def mix(seed: int, tag: int) -> int:
-    """A 64-bit child of (seed, tag), by two rounds of the SplitMix64 finaliser: equal inputs, equal child."""
-    z = (seed ^ (tag * 0x9E3779B97F4A7C15)) & _MASK
-    for _ in range(2):
-        z = (z + 0x9E3779B97F4A7C15) & _MASK
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-        z ^= z >> 31
+    """A 64-bit child of (seed, tag): equal inputs, equal child."""
+    return int(mix_all(_words([seed]), tag)[0])
+
+
+def mix_all(seeds: Words, tag: int | NDArray[np.int64]) -> Words:
+    """`mix` of many seeds at once, by two rounds of the SplitMix64 finaliser."""
+    word = np.uint64
+    tags = word(tag & _MASK) if isinstance(tag, int) else tag.astype(word)
+    with np.errstate(over="ignore"):
+        z = seeds ^ (tags * word(0x9E3779B97F4A7C15))
+        for _ in range(2):
+            z = z + word(0x9E3779B97F4A7C15)
+            z = (z ^ (z >> word(30))) * word(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> word(27))) * word(0x94D049BB133111EB)
+            z = z ^ (z >> word(31))
     return z
+
+
+def _words(seeds: Sequence[int]) -> Words:
+    return np.array([seed & _MASK for seed in seeds], dtype=np.uint64)
 
 
 @final
@@ -46,13 +62,16 @@ class Noise:
     seeds: tuple[int, ...]
 
     @classmethod
-    def of(cls, seeds: Sequence[int] | Tensor | None, batch: int) -> Noise:
-        """The noise of a batch: from explicit seeds, one an image, or from the operating system's entropy."""
+    def of(cls, seeds: Seeds, batch: int) -> Noise:
+        """The noise of a batch: from explicit seeds, one per image; from one number, of which image i gets the child
+        i; or from the operating system's entropy."""
         if seeds is None:
             return cls(tuple(secrets.randbits(64) for _ in range(batch)))
-        values = tuple(int(s) & _MASK for s in (seeds.tolist() if isinstance(seeds, Tensor) else seeds))
+        if isinstance(seeds, int):
+            return cls(tuple(mix_all(_words([seeds]), np.arange(batch)).tolist()))
+        values = tuple(whole_number(s) & _MASK for s in (seeds.tolist() if isinstance(seeds, Tensor) else seeds))
         if len(values) != batch:
-            raise InputError(f"Seeds are one an image: got {len(values)} seeds for {batch} images.")
+            raise InputError(f"Seeds are integers, one per image: got {len(values)} seeds for {batch} images.")
         return cls(values)
 
     def __call__(self, step: int, like: Tensor) -> Tensor:
@@ -63,13 +82,21 @@ class Noise:
         return torch.from_numpy(out).to(device=like.device, dtype=like.dtype)
 
     def uniform(self, step: int) -> Tensor:
-        """One number in [0, 1) an image: (B,) float64."""
+        """One number in [0, 1) per image: (B,) float64."""
         return torch.tensor([self._stream(seed, step).random() for seed in self.seeds], dtype=torch.float64)
 
     def child(self, tag: int) -> Noise:
-        """An independent noise for a part of the work (a round, a draw), again one stream an image."""
-        return Noise(tuple(mix(seed, tag) for seed in self.seeds))
+        """An independent noise for a part of the work (a round, a sample), again one stream per image."""
+        return Noise(tuple(mix_all(_words(self.seeds), tag).tolist()))
 
     @staticmethod
     def _stream(seed: int, step: int) -> np.random.Generator:
         return np.random.Generator(np.random.Philox(key=np.array([seed, step & _MASK], dtype=np.uint64)))
+
+
+def whole_number(seed: Any) -> int:
+    """A seed, which is an integer: a float would be cut to the same few seeds for all images."""
+    try:
+        return operator.index(seed)
+    except TypeError:
+        raise InputError(f"A seed is an integer, got {seed!r}.") from None

@@ -1,160 +1,250 @@
-"""The defence: a purifier before a classifier, both plain modules.
+"""The contract of a defence: a purifier before a classifier, both plain modules.
 
-Images come and go in [0, 1]; this is the only file that changes range or resolution. One image's walk:
+A purifier maps images in [0, 1] to images in [0, 1], by steps of a state that may be anything (pixels, latents):
 
-    [0, 1] → resize to the score model's size → 2x - 1 → sampler: x(t*) and the path → gradient mode walks the path
-           → (x + 1)/2 → back to the image's size → classifier → logits
+    images → begin: the state and a path → the gradient mode walks the path → finish: images of the same shape
 
-Nothing is clamped on the way, as in the paper: a clamp would hide gradient from an attack.
+What is shared by all of them stands here: seeds one per image, rounds, gradient modes, what they tell of themselves.
+A plain image-to-image module becomes one by `as_purifier`, so that a user's own defence is evaluated like any other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from diffpure.diffusion.gradients import GradientMode, gradient_mode, is_approximate
-from diffpure.diffusion.samplers import ReverseSDE, Sampler
-from diffpure.diffusion.score import ScoreModel
+from diffpure.diffusion.gradients import BPDA, Calls, Gradient, gradient_mode, network_calls
+from diffpure.diffusion.paths import Path
 from diffpure.errors import InputError
-from diffpure.noise import Noise
-from diffpure.validate import check_images
+from diffpure.meter import CLASSIFIER, NETWORK, count
+from diffpure.noise import Noise, Seeds
+from diffpure.validate import as_images, check_logits
 
-Seeds = Sequence[int] | Tensor | None
 
+class PurifierBase(nn.Module, ABC):
+    """Images in [0, 1] → images in [0, 1]; subclasses say how a purification begins, steps and finishes.
 
-class Purifier(nn.Module):
-    """Diffuse each image to t*, then follow the sampler's path back to a clean one.
-
-    score: ∇ log p_t, with its schedule and size; its weights are frozen.   sampler: how to go there and back.
-    gradient: "exact", "adjoint", "backprop", "surrogate", "bpda", or a `GradientMode`.
-    rounds: purify that many times in a row.   autocast: a dtype for the score's own computation, such as
-    torch.bfloat16, on machines that have it.
+    gradient: the mode that autograd follows unless an attack names its own.   rounds: purify that many times in a row.
     """
 
-    def __init__(
-        self,
-        score: ScoreModel,
-        sampler: Sampler | None = None,
-        gradient: str | GradientMode = "exact",
-        *,
-        rounds: int = 1,
-        autocast: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, gradient: Gradient = "exact", *, rounds: int = 1) -> None:
         super().__init__()
-        if not callable(score) or not hasattr(score, "sde"):
-            raise InputError(f"A score model has a schedule `sde` and is called as score(x, t), got {type(score)}.")
         if rounds < 1:
             raise InputError(f"rounds is at least 1, got {rounds}.")
-        self.score = score.requires_grad_(False).eval() if isinstance(score, nn.Module) else score
-        self.sampler = ReverseSDE() if sampler is None else sampler
         self.gradient = gradient_mode(gradient)
         self.rounds = rounds
-        self.autocast = autocast
 
     @property
+    @abstractmethod
     def stochastic(self) -> bool:
         """Whether two calls on one image differ unless they are given the same seed."""
-        return self.sampler.stochastic
 
     @property
-    def approximate_gradient(self) -> bool:
-        """Whether what autograd returns is not the gradient of what is computed."""
-        return is_approximate(self.gradient)
+    def size(self) -> int | None:
+        """The resolution that its network wants, None for any."""
+        return None
 
-    def with_gradient(self, gradient: str | GradientMode) -> Purifier:
+    @property
+    def channels(self) -> int | None:
+        """The channels that its network wants, None for any."""
+        return None
+
+    @abstractmethod
+    def begin(self, images: Tensor, noise: Noise) -> tuple[Tensor, Path]:
+        """The first state (B, ...) of images (B, C, H, W) in [0, 1], and the path from it."""
+
+    @abstractmethod
+    def finish(self, state: Tensor, images: Tensor) -> Tensor:
+        """The purified images, shaped like `images`, from the last state."""
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """What it is, in a few words for tables."""
+
+    def parts(self) -> dict[str, object]:
+        """What it is made of, by name: everything whose weights or code decide what it computes."""
+        return {"purifier": self}
+
+    def stages(self, images: Tensor, seeds: Seeds = None) -> dict[str, Tensor]:
+        """Pictures of the way, in order, the purified images last: each (B, C, H, W), near [0, 1]."""
+        return {"purified": self(images, seeds)}
+
+    def precision(self, images: Tensor) -> AbstractContextManager[Any]:
+        """The context in which its network computes."""
+        return contextlib.nullcontext()
+
+    def forward(self, images: Tensor, seeds: Seeds = None) -> Tensor:
+        """Purified images (B, C, H, W), near [0, 1]; seeds are integers, one per image, or fresh entropy without."""
+        images = as_images(images, self.channels, self._dtype())
+        if isinstance(self.gradient, BPDA):
+            with torch.no_grad():
+                purified = self._purified(images, seeds)
+            return images + (purified - images).detach()
+        return self._purified(images, seeds)
+
+    def _purified(self, images: Tensor, seeds: Seeds) -> Tensor:
+        noise, x = Noise.of(seeds, len(images)), images
+        for round_ in range(self.rounds):
+            with self.precision(images):
+                state, path = self.begin(x, noise.child(round_))
+                state = self.gradient(path, state)
+            x = self.finish(state, images)
+        return x
+
+    @torch.no_grad()
+    def calls(self, images: Tensor, *, gradient: bool) -> Calls:
+        """The network calls of one evaluation of each of the images: (without, with) a graph."""
+        state, path = self.begin(as_images(images, self.channels, self._dtype()), Noise.of(0, len(images)).child(0))
+        plain, graph = self.gradient.calls(path, state) if gradient else (network_calls(path), 0)
+        return self.rounds * plain, self.rounds * graph
+
+    def with_gradient(self, gradient: Gradient) -> Self:
         """The same purifier (sharing its weights) with another gradient mode."""
         other = copy.copy(self)
+        other._modules = dict(self._modules)  # a copy shares the table of its modules
         other.gradient = gradient_mode(gradient)
         return other
 
-    def forward(self, images: Tensor, seeds: Seeds = None) -> Tensor:
-        """Purified images (B, C, H, W), near [0, 1]; seeds are integers, one an image, or fresh entropy without."""
-        check_images(images, getattr(self.score, "channels", None))
-        noise = Noise.of(seeds, len(images))
-        x = self._enter(images)
-        with self._precision(images):
-            for round_ in range(self.rounds):
-                start, path = self.sampler(self.score, x, noise.child(round_))
-                x = self.gradient(path, start)
-        return self._leave(x, images)
+    def train(self, mode: bool = True) -> Self:
+        """Stay in evaluation mode: a purifier with dropout is another defence."""
+        return super().train(False)
 
-    @torch.no_grad()
-    def trajectory(self, images: Tensor, times: Sequence[float], seeds: Seeds = None) -> Tensor:
-        """The states at (the grid's times nearest to) the given times, for pictures: (T, B, C, H, W), near [0, 1].
+    def __repr__(self) -> str:
+        rounds = f", {self.rounds} rounds" if self.rounds > 1 else ""
+        return f"{type(self).__name__}({self.title}{rounds}, {self.gradient.name} gradient)"
 
-        A time at or above t* is the diffused image, time 0 the purified one; only the first round is shown. Langevin's
-        time is the share of its walk: 0 is the image itself, 1 the purified one.
-        """
-        check_images(images, getattr(self.score, "channels", None))
-        noise = Noise.of(seeds, len(images))
-        with self._precision(images):
-            x, path = self.sampler(self.score, self._enter(images), noise.child(0))
-            states = [x]
-            for i in range(len(path)):
-                states.append(path.step(states[-1], i))
-        grid = [float(path.time(i).mean()) for i in range(len(states))]
-        nearest = [min(range(len(grid)), key=lambda i: abs(grid[i] - t)) for t in times]
-        return torch.stack([self._leave(states[i], images) for i in nearest])
-
-    def train(self, mode: bool = True) -> Purifier:
-        """Keep the score in evaluation mode: a purifier with dropout is another defence."""
-        super().train(mode)
-        if isinstance(self.score, nn.Module):
-            self.score.eval()
-        return self
-
-    def extra_repr(self) -> str:
-        """What its modules do not say of it."""
-        return f"{self.sampler}, {self.gradient}, rounds={self.rounds}"
-
-    def _enter(self, images: Tensor) -> Tensor:
-        return 2 * _resize(images, self.score.size, self.score.size) - 1
-
-    def _leave(self, x: Tensor, images: Tensor) -> Tensor:
-        return _resize((x + 1) / 2, images.shape[-2], images.shape[-1])
-
-    def _precision(self, images: Tensor) -> torch.autocast:
-        return torch.autocast(images.device.type, dtype=self.autocast, enabled=self.autocast is not None)
+    def _dtype(self) -> torch.dtype | None:
+        """The floating-point numbers that its weights are, if it has any."""
+        return next((p.dtype for p in self.parameters() if p.is_floating_point()), None)
 
 
-def _resize(x: Tensor, height: int | None, width: int | None) -> Tensor:
-    """Bilinear resizing, as in the paper's detour 224 → 256 → 224; nothing where the size is right or free."""
-    if height is None or width is None or x.shape[-2:] == (height, width):
-        return x
-    return F.interpolate(x, size=(height, width), mode="bilinear", align_corners=False)
+# ----------------------------------------------------------------------------------------------------- any module
+
+
+@final
+@dataclass(frozen=True)
+class CallPath(Path):
+    """One step: a call of a function from images to images."""
+
+    function: Callable[[Tensor], Tensor]
+    held: tuple[Tensor, ...] = ()
+    context: Tensor | None = None
+
+    def __len__(self) -> int:
+        return 1
+
+    def step(self, x: Tensor, i: int) -> Tensor:
+        count(NETWORK, x)
+        out = self.function(x)
+        if not isinstance(out, Tensor) or out.shape != x.shape:
+            got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise InputError(f"A purifier returns images of the shape it was given, {tuple(x.shape)}, got {got}.")
+        return out
+
+    def weights(self) -> Iterable[Tensor]:
+        return self.held
+
+
+@final
+class ModulePurifier(PurifierBase):
+    """Any image-to-image module or function as a purifier: one step, which is its call.
+
+    One with `stochastic = True` is called with `seeds=`, one integer per image.
+    """
+
+    def __init__(self, module: Callable[..., Tensor], gradient: Gradient = "exact", *, rounds: int = 1) -> None:
+        super().__init__(gradient, rounds=rounds)
+        self.module = module.requires_grad_(False).eval() if isinstance(module, nn.Module) else module
+
+    @property
+    def stochastic(self) -> bool:
+        return bool(getattr(self.module, "stochastic", False))
+
+    @property
+    def title(self) -> str:
+        name = getattr(self.module, "__name__", None) or type(self.module).__name__
+        return str(getattr(self.module, "title", name))
+
+    def parts(self) -> dict[str, object]:
+        return {"purifier": self.module}
+
+    def begin(self, images: Tensor, noise: Noise) -> tuple[Tensor, Path]:
+        module = self.module
+        function = (lambda x: module(x, seeds=noise.seeds)) if self.stochastic else module
+        return images, CallPath(function, (*self.parameters(), *self.buffers()))
+
+    def finish(self, state: Tensor, images: Tensor) -> Tensor:
+        return state
+
+
+def as_purifier(purifier: Any) -> PurifierBase:
+    """The purifier, or any callable from images to images as one."""
+    if isinstance(purifier, PurifierBase):
+        return purifier
+    if not callable(purifier):
+        raise InputError(f"A purifier is called with images and returns images, got {type(purifier).__name__}.")
+    return ModulePurifier(purifier)
+
+
+# -------------------------------------------------------------------------------------------------------- defence
 
 
 class Defense(nn.Module):
     """A classifier that sees purified images only: images in [0, 1] → logits.
 
-    The classifier is any callable from images in [0, 1] to logits; it does its own normalisation.
+    purifier: any purifier or image-to-image module.   classifier: any callable from images in [0, 1] to logits; it does
+    its own normalisation.   name: what results call it. Logits that are not finite are refused: it fails closed.
     """
 
-    def __init__(self, purifier: Purifier, classifier: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, purifier: Any, classifier: Callable[[Tensor], Tensor], *, name: str = "") -> None:
         super().__init__()
         if not callable(classifier):
             raise InputError(f"A classifier is called with images and returns logits, got {type(classifier).__name__}.")
-        self.purifier = purifier
+        if isinstance(classifier, PurifierBase):
+            raise InputError("A Defense takes the purifier first and the classifier second; they were given swapped.")
+        self.purifier = as_purifier(purifier)
         self.classifier = classifier.eval() if isinstance(classifier, nn.Module) else classifier
+        self.name = name
 
     @property
     def stochastic(self) -> bool:
         """Whether two calls on one image differ unless they are given the same seed."""
         return self.purifier.stochastic
 
-    def with_gradient(self, gradient: str | GradientMode) -> Defense:
+    @property
+    def title(self) -> str:
+        """What it is, in a few words for tables."""
+        return self.name or f"{title_of(self.classifier)} behind {self.purifier.title}"
+
+    def parts(self) -> dict[str, object]:
+        """What it is made of, by name."""
+        return {**self.purifier.parts(), "classifier": self.classifier}
+
+    def with_gradient(self, gradient: Gradient) -> Defense:
         """The same defence (sharing its weights) with another gradient mode."""
-        return Defense(self.purifier.with_gradient(gradient), self.classifier)
+        return Defense(self.purifier.with_gradient(gradient), self.classifier, name=self.name)
 
     def forward(self, images: Tensor, seeds: Seeds = None) -> Tensor:
         """Logits (B, classes) of the purified images."""
-        logits = self.classifier(self.purifier(images, seeds))
-        if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(images):
-            got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-            raise InputError(f"A classifier returns logits ({len(images)}, classes), got {got}.")
-        return logits
+        if self.stochastic and torch._C._get_tracing_state() is not None:
+            raise InputError("A traced defence would keep the noise of the trace, and a predictable defence is none.")
+        return self.classify(self.purifier(images, seeds))
+
+    def classify(self, purified: Tensor) -> Tensor:
+        """Logits (B, classes) of images that are purified already."""
+        count(CLASSIFIER, purified)
+        return check_logits(self.classifier(purified), len(purified))
+
+
+def title_of(model: Any) -> str:
+    """What a model calls itself, or its class."""
+    return str(getattr(model, "title", "") or getattr(model, "__name__", "") or type(model).__name__)

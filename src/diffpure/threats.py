@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final, Self, final
+from typing import Any, Final, Self, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffpure.errors import InputError, unknown
+from diffpure.errors import InputError
+from diffpure.named import make, number
 from diffpure.noise import NoiseSource
 
 LEVELS: Final = 255  # an 8-bit image counts in 1/255
@@ -42,8 +44,8 @@ class ThreatModel(ABC):
     eps: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.eps < math.inf:
-            raise InputError(f"{type(self).__name__} needs a finite eps > 0, got {self.eps}.")
+        if isinstance(self.eps, bool) or not isinstance(self.eps, int | float) or not 0 < self.eps < math.inf:
+            raise InputError(f"{type(self).__name__} needs a finite eps > 0, got {self.eps!r}.")
 
     @abstractmethod
     def zeros(self, x: Tensor) -> Tensor:
@@ -96,6 +98,12 @@ def _levels(x: Tensor) -> Tensor:
     return (wide(x) * LEVELS).round()
 
 
+def towards(x: Tensor, perturbed: Tensor) -> Tensor:
+    """The 8-bit levels 0 … 255 of perturbed images, every pixel rounded towards the clean image x."""
+    steps = wide(perturbed - x) * LEVELS
+    return _levels(x) + torch.sign(steps) * torch.floor(steps.abs() + 1e-3)
+
+
 class Norm(ThreatModel):
     """An additive perturbation bounded in a norm."""
 
@@ -112,9 +120,7 @@ class Norm(ThreatModel):
     def quantise(self, x: Tensor, z: Tensor) -> Tensor:
         """z whose image lies on the 8-bit grid, every pixel rounded towards the clean image, so that it keeps the
         budget (a thousandth of a level is taken as rounding)."""
-        steps = wide(self.apply(x, z) - x) * LEVELS
-        steps = torch.sign(steps) * torch.floor(steps.abs() + 1e-3)
-        return ((_levels(x) + steps) / LEVELS).to(x.dtype) - x
+        return (towards(x, self.apply(x, z)) / LEVELS).to(x.dtype) - x
 
     @abstractmethod
     def rate(self, w: Tensor) -> Tensor:
@@ -157,6 +163,11 @@ def fill(room: Tensor, rate: Tensor, full: Tensor, growth: Tensor, level: Tensor
 @dataclass(frozen=True)
 class Linf(Norm):
     """No pixel changes by more than eps."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.eps > 1:
+            raise InputError(f"An ℓ∞ budget of images in [0, 1] is at most 1, got {self.eps:g}; {_in_levels(self.eps)}")
 
     def random(self, x: Tensor, noise: NoiseSource, step: int = 0) -> Tensor:
         uniform = torch.erf(noise(step, x) / math.sqrt(2))  # the normal distribution's own quantile: uniform in (-1, 1)
@@ -264,11 +275,27 @@ class Flow(ThreatModel):
         return 2 * (down + right)  # every pair is seen from both ends
 
 
+def _in_levels(eps: float) -> str:
+    return f"did you mean {eps:g}/255?"
+
+
 THREATS: Final[dict[str, type[ThreatModel]]] = {"linf": Linf, "l2": L2, "flow": Flow}
 
 
-def threat(name: str, eps: float) -> ThreatModel:
-    """The threat of that name."""
-    if name.lower() not in THREATS:
-        raise unknown("threat", name, THREATS)
-    return THREATS[name.lower()](eps)
+AnyThreat = str | Mapping[str, Any] | ThreatModel  # "linf 8/255", {kind = "linf", eps = "8/255"}, or a threat
+
+
+def threat_of(value: AnyThreat) -> ThreatModel:
+    """A threat in words, by table, or the given one."""
+    if isinstance(value, str):
+        kind, _, eps = value.strip().partition(" ")
+        value = {"kind": kind.lower(), "eps": _float(number(eps), value)}
+    made: ThreatModel = make(value, ThreatModel, THREATS, "threat")
+    return made
+
+
+def _float(text: Any, whole: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"A threat is a kind and a budget, such as 'linf 8/255', got {whole!r}.") from None

@@ -1,23 +1,35 @@
 """Attacks on any module from images in [0, 1] to logits. They see the model and the threat, nothing else."""
 
 from diffpure.attacks.apgd import APGD
-from diffpure.attacks.autoattack import AUTOATTACK_RAND, AUTOATTACK_STANDARD, Suite
-from diffpure.attacks.base import Attack, AttackRun, Cost, Problem, State
-from diffpure.attacks.bpda import BPDA_EOT, TwoStage
+from diffpure.attacks.base import Attack, Cost, SampledAttack, Spending
+from diffpure.attacks.compose import Suite, Transfer, TwoStage
+from diffpure.attacks.diffattack import DIFFATTACK
 from diffpure.attacks.expectation import EOT, Expectation, expect
 from diffpure.attacks.fab import FAB
 from diffpure.attacks.losses import LOSSES, Deviated, LogitLoss, Objective, Reconstruction, margin
 from diffpure.attacks.pgd import PGD, PGD_LEE_KIM
+from diffpure.attacks.presets import (
+    ATTACKS,
+    AUTOATTACK_RAND,
+    AUTOATTACK_STANDARD,
+    BPDA_EOT,
+    DIFFUSION_ONLY,
+    TRANSFER,
+    attacks_of,
+    by_name,
+)
 from diffpure.attacks.seeds import sample_seeds
 from diffpure.attacks.square import Square
 from diffpure.attacks.stadv import StAdv
-from diffpure.attacks.transfer import DIFFUSION_ONLY, TRANSFER, Transfer
+from diffpure.attacks.state import AttackRun, Problem, State
 
 __all__ = [
     "APGD",
+    "ATTACKS",
     "AUTOATTACK_RAND",
     "AUTOATTACK_STANDARD",
     "BPDA_EOT",
+    "DIFFATTACK",
     "DIFFUSION_ONLY",
     "EOT",
     "FAB",
@@ -34,12 +46,16 @@ __all__ = [
     "Objective",
     "Problem",
     "Reconstruction",
+    "SampledAttack",
+    "Spending",
     "Square",
     "StAdv",
     "State",
     "Suite",
     "Transfer",
     "TwoStage",
+    "attacks_of",
+    "by_name",
     "expect",
     "margin",
     "sample_seeds",

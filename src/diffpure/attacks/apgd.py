@@ -5,7 +5,7 @@
 At checkpoints w_j = ⌈p_j N⌉, p_0 = 0, p_1 = 0.22, p_{j+1} = p_j + max(p_j - p_{j-1} - 0.03, 0.06), an image's η is
 halved, and its iterate returns to its best, if since the last checkpoint
 
-    1. fewer than 75 % of the moves (ρ) raised the loss (no more than 75 %, exactly), or
+    1. fewer than 75 % of the steps (ρ) raised the loss (no more than 75 %, exactly), or
     2. neither η changed at that checkpoint nor has the best loss improved since.
 """
 
@@ -17,9 +17,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from diffpure.attacks.base import Problem, State, choose, usable
 from diffpure.attacks.pgd import RestartedAttack
 from diffpure.attacks.seeds import starts
+from diffpure.attacks.state import Problem, State, choose, usable
 from diffpure.threats import per_image
 
 
@@ -39,7 +39,7 @@ class APGD(RestartedAttack):
 
     def begin(self, problem: Problem, state: State, i: int, run: int) -> State:
         z = problem.threat.random(problem.x, starts(problem.seeds), run)
-        state, seen = self.see(problem, state, z, i)
+        state, seen = self.evaluate(problem, state, z, i)
         gradient, loss = usable(seen), seen.loss
         return {
             **state,
@@ -51,10 +51,10 @@ class APGD(RestartedAttack):
             "halved": torch.ones_like(loss),
         }
 
-    def move(self, problem: Problem, state: State, i: int, k: int) -> State:
+    def iterate(self, problem: Problem, state: State, i: int, k: int) -> State:
         z = self._next(problem, state, 1.0 if k == 1 else self.momentum)
         old = state["z"]
-        state, seen = self.see(problem, state, z, i)
+        state, seen = self.evaluate(problem, state, z, i)
         gradient = torch.zeros_like(z) if seen.gradient is None else usable(seen)
         loss = seen.loss
         better = loss > state["top_loss"]
@@ -78,7 +78,7 @@ class APGD(RestartedAttack):
         return threat.project(x, z + a * (u - z) + (1 - a) * (z - state["old"]))
 
     def _checkpoint(self, state: State, window: int) -> State:
-        """Halve η and return to the best where progress was poor over the last `window` moves."""
+        """Halve η and return to the best where progress was poor over the last `window` steps."""
         oscillates = state["raised"] <= self.rho * window
         stalls = (state["halved"] == 0) & (state["top_before"] >= state["top_loss"])
         halve = oscillates | stalls
@@ -94,7 +94,7 @@ class APGD(RestartedAttack):
 
 
 def checkpoints(iterations: int) -> dict[int, int]:
-    """The moves w_j after which η is reconsidered, each with the number of moves since the last; p_j in per cent."""
+    """The steps w_j after which η is reconsidered, each with the number of steps since the last; p_j in per cent."""
     out, p, stride, last = {}, 22, 22, 0
     while p < 100:
         w = -(-p * iterations // 100)

@@ -1,43 +1,41 @@
-"""What an attack is: a small value that moves a state, one step at a time.
+"""What an attack is: a small value that changes a state, one step at a time.
 
     state ← step(problem, state, i),      i = 0 … steps - 1
 
-The state is a dict of tensors with one row an image and holds everything: the iterate, the best perturbation so far,
-the counters, the seeds. So an attack can be stopped after any step, saved, and continued to the same result; images
-can leave it (misclassified, or out of budget) by leaving their rows out; and a result does not depend on the batch.
+The state holds everything (state.py). So an attack can be stopped after any step, saved, and continued to the same
+result; images can leave it (misclassified, or out of budget) by leaving their rows out; and a result does not depend
+on the batch. The unperturbed image is the first candidate.
 
-Perturbations are ranked by the margin of the mean logits over the samples of a look, max_{k≠y} z_k - z_y: positive
-means misclassified, larger means misclassified more firmly. The unperturbed image is the first candidate.
+An attack says what it is made of (`parts`), and one traversal (`walk`, `mapped`) serves specs, checks and estimates.
+The gradient through the purifier is the attacker's choice, so it is a field of the attack.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import final
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
 
-from diffpure.attacks.expectation import EOT, ONE_SAMPLE, Expectation, expect
-from diffpure.attacks.losses import MARGIN, Model, Objective, margin
+from diffpure.attacks.expectation import EOT, ONE_SAMPLE
+from diffpure.attacks.losses import MARGIN, Model, Objective
+from diffpure.attacks.state import AttackRun, Problem, State, first_state, put
+from diffpure.diffusion.gradients import Gradient, GradientMode, gradient_mode
 from diffpure.errors import InputError
-from diffpure.noise import Noise
-from diffpure.threats import ThreatModel, wide
-from diffpure.validate import check_images, check_labels
+from diffpure.noise import Noise, Seeds
+from diffpure.threats import ThreatModel
+from diffpure.validate import as_images, as_labels
 
-State = dict[str, Tensor]
-OnStep = Callable[["AttackRun"], bool | None]
-
-COUNTERS = ("gradients", "queries", "zero", "nonfinite")  # zero, nonfinite: looks whose gradient was
-COMMON = ("seed", "clean", "best", "rank", "last", "now", *COUNTERS)  # last, now: the last look's z and its rank
+OnStep = Callable[[AttackRun], bool | None]
 
 
 @final
 @dataclass(frozen=True)
 class Cost:
-    """Model evaluations of one image: with a gradient, and without. As a limit, None means as many as it takes."""
+    """Model evaluations per image: with a gradient, and without. As a limit, None means as many as it takes."""
 
     gradients: int | None = None
     queries: int | None = None
@@ -45,97 +43,113 @@ class Cost:
 
 @final
 @dataclass(frozen=True)
-class Problem:
-    """The model, the images x (B, C, H, W), their labels y (B,), the threat, and one seed an image."""
+class Spending:
+    """Evaluations per image of the model (part ""), or of a part of it, through one gradient mode (None: its own)."""
 
-    model: Model
-    x: Tensor
-    y: Tensor
-    threat: ThreatModel
-    seeds: tuple[int, ...]
-
-    def rows(self, keep: Tensor) -> Problem:
-        """The problem of some of the images; keep (B,) bool."""
-        kept = tuple(s for s, k in zip(self.seeds, keep.tolist(), strict=True) if k)
-        return replace(self, x=self.x[keep], y=self.y[keep], seeds=kept)
-
-    def expect(
-        self,
-        z: Tensor,
-        objective: Objective,
-        eot: EOT,
-        step: int,
-        *,
-        target: Tensor | None = None,
-        gradient: bool = False,
-    ) -> Expectation:
-        """Expectation at the perturbed images; the gradient is with respect to z."""
-        images = self.threat.apply(self.x, z)
-        seen = expect(self.model, images, self.y, objective, eot, self.seeds, step, target=target, gradient=gradient)
-        if seen.gradient is None:
-            return seen
-        return replace(seen, gradient=self.threat.pullback(self.x, z, seen.gradient))
-
-
-@final
-@dataclass(frozen=True)
-class AttackRun:
-    """An attack under way, or done: `state` after `step` of `steps` steps."""
-
-    step: int
-    steps: int
-    state: State
-
-    @property
-    def done(self) -> bool:
-        """Whether all steps are taken."""
-        return self.step >= self.steps
-
-    @property
-    def z(self) -> Tensor:
-        """The strongest perturbation so far."""
-        return self.state["best"]
-
-    @property
-    def misclassified(self) -> Tensor:
-        """Which images the mean over the attack's own samples misclassifies: (B,) bool."""
-        return self.state["rank"] > 0
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        """The seed of each image; every start, move and draw follows from it."""
-        return Noise.of(self.state["seed"], len(self.state["seed"])).seeds
-
-    @property
-    def spent(self) -> tuple[int, int]:
-        """Gradient evaluations and queries, of all images together."""
-        return int(self.state["gradients"].sum()), int(self.state["queries"].sum())
-
-    def tensors(self) -> State:
-        """Everything as tensors, to be saved."""
-        return {**self.state, "at": torch.tensor([self.step, self.steps])}
-
-    @classmethod
-    def of(cls, tensors: State) -> AttackRun:
-        """The run that was saved."""
-        step, steps = tensors["at"].tolist()
-        return cls(step, steps, {k: v for k, v in tensors.items() if k != "at"})
+    gradients: int
+    queries: int
+    mode: GradientMode | None = None
+    part: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attack(ABC):
     """An attack value; called, it returns the strongest perturbation it found, inside the threat.
 
-    skip_misclassified: leave an image alone once the mean over the EOT samples misclassifies it; by default every
-    image is optimised to the end, also those that are misclassified from the start.
+    gradient: the mode in which it goes through the purifier, by name, table or value; without one the defence's own.
+    label: what its rows are called, its kind by default.   skip_misclassified: leave an image alone once the mean over
+    the EOT samples misclassifies it; by default every image is optimised to the end, also those that are misclassified
+    from the start.
     """
 
+    gradient: Gradient | None = None
+    label: str = ""
     skip_misclassified: bool = False
+
+    def __post_init__(self) -> None:
+        if self.gradient is not None:
+            object.__setattr__(self, "gradient", gradient_mode(self.gradient))
+
+    # ------------------------------------------------------------------------------------------ what it is called
+
+    @property
+    def mode(self) -> GradientMode | None:
+        """The gradient mode that it names."""
+        return self.gradient if isinstance(self.gradient, GradientMode) else None
+
+    @property
+    def name(self) -> str:
+        """The name of its rows, with the gradient modes that it and its parts name: `pgd-ce`, `pgd-ce@bpda`."""
+        modes = dict.fromkeys(attack.mode.name for attack in self.walk() if attack.mode is not None)
+        return "@".join([self.label or self.kind, *filter(None, ["/".join(modes)])])
 
     @property
     @abstractmethod
-    def name(self) -> str:
-        """A short name for tables."""
+    def kind(self) -> str:
+        """A short name of what it does, without its gradient."""
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """What it does in the field's words, with its parameters, without its gradient."""
+
+    # --------------------------------------------------------------------------------------- what it is made of
+
+    def parts(self) -> tuple[Attack, ...]:
+        """The attacks that it is made of."""
+        values = [getattr(self, f.name) for f in fields(self)]
+        nested = [v if isinstance(v, tuple) else (v,) for v in values]
+        return tuple(v for group in nested for v in group if isinstance(v, Attack))
+
+    def walk(self) -> Iterator[Attack]:
+        """The attack and everything that it is made of."""
+        yield self
+        for part in self.parts():
+            yield from part.walk()
+
+    def mapped(self, change: Callable[[Any], Any]) -> Self:
+        """The attack with a change made to each of its parts, the innermost first, and to itself."""
+
+        def inner(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(inner(v) for v in value)
+            return value.mapped(change) if isinstance(value, Attack) else value
+
+        made: Self = change(replace(self, **{f.name: inner(getattr(self, f.name)) for f in fields(self)}))
+        return made
+
+    def with_eot(self, value: int | Mapping[str, Any] | EOT) -> Self:
+        """The attack with other EOT samples in each of its parts that takes some."""
+        return self.mapped(lambda a: replace(a, eot=EOT.of(value, a.eot)) if isinstance(a, SampledAttack) else a)
+
+    def with_per_call(self, images: int) -> Self:
+        """The attack with at most so many images in one call of the model."""
+        return self.mapped(lambda a: a.with_calls(min(images, a.eot.per_call)) if isinstance(a, SampledAttack) else a)
+
+    # --------------------------------------------------------------------------------------------- what it costs
+
+    @abstractmethod
+    def steps(self, classes: int) -> int:
+        """How many steps it takes."""
+
+    @abstractmethod
+    def price(self) -> Cost:
+        """What one step costs per image at most."""
+
+    def account(self, classes: int) -> tuple[Spending, ...]:
+        """What it spends per image: exactly, or at most where it stops early or confirms what it found."""
+        return Spending(0, self.ranking.samples, self.mode), *self.steps_account(classes)
+
+    @abstractmethod
+    def steps_account(self, classes: int) -> tuple[Spending, ...]:
+        """What its steps spend per image, after the first evaluation of the unperturbed image."""
+
+    @property
+    def uses_gradients(self) -> bool:
+        """Whether it differentiates the model at all."""
+        return any(part.price().gradients for part in self.walk())
+
+    # ---------------------------------------------------------------------------------------------- how it works
 
     @property
     @abstractmethod
@@ -144,16 +158,8 @@ class Attack(ABC):
 
     @property
     def objective(self) -> Objective:
-        """What the first look, at the unperturbed images, asks."""
+        """What is asked at the unperturbed images."""
         return MARGIN
-
-    @abstractmethod
-    def steps(self, classes: int) -> int:
-        """How many steps it takes."""
-
-    @abstractmethod
-    def price(self) -> Cost:
-        """What one step of one image costs at most."""
 
     @abstractmethod
     def start(self, problem: Problem, state: State) -> State:
@@ -163,11 +169,6 @@ class Attack(ABC):
     def step(self, problem: Problem, state: State, i: int) -> State:
         """The state after step i."""
 
-    def cost(self, classes: int) -> Cost:
-        """What one image costs at most, the look at the unperturbed image included."""
-        price, steps = self.price(), self.steps(classes)
-        return Cost((price.gradients or 0) * steps, (price.queries or 0) * steps + self.ranking.samples)
-
     def __call__(
         self,
         model: Model,
@@ -175,11 +176,11 @@ class Attack(ABC):
         y: Tensor,
         threat: ThreatModel,
         *,
-        seeds: Sequence[int] | Tensor | None = None,
+        seeds: Seeds = None,
         limit: Cost | None = None,
         on_step: OnStep | None = None,
     ) -> Tensor:
-        """The strongest perturbation z found; x (B, C, H, W) in [0, 1], y (B,), seeds one an image or fresh."""
+        """The strongest perturbation z found; x (B, C, H, W) in [0, 1], y (B,), seeds one per image or fresh."""
         return self.run(model, x, y, threat, seeds=seeds, limit=limit, on_step=on_step).z
 
     def run(
@@ -189,7 +190,7 @@ class Attack(ABC):
         y: Tensor,
         threat: ThreatModel,
         *,
-        seeds: Sequence[int] | Tensor | None = None,
+        seeds: Seeds = None,
         limit: Cost | None = None,
         on_step: OnStep | None = None,
         resume: AttackRun | None = None,
@@ -198,9 +199,8 @@ class Attack(ABC):
 
         `limit` bounds what one image may cost: a step that would exceed it is not taken.
         """
-        check_images(x)
-        check_labels(y, len(x))
-        x = x.detach().clamp(0, 1)
+        x = as_images(x).detach().clamp(0, 1)
+        y = as_labels(y, len(x)).to(x.device)
         if resume is None:
             problem = Problem(model, x, y, threat, Noise.of(seeds, len(x)).seeds)
             run = self.begin_run(problem)
@@ -220,23 +220,10 @@ class Attack(ABC):
             raise InputError(f"The run to continue has {began}, this attack {images} and {self.steps(classes)}.")
 
     def begin_run(self, problem: Problem) -> AttackRun:
-        """The run before its first step: one look at the unperturbed images."""
-        z = problem.threat.zeros(problem.x)
-        seen = problem.expect(z, self.objective, self.ranking, -1)
-        count = torch.zeros(len(z), dtype=torch.int64, device=z.device)
-        signed = [s - (1 << 64) if s >> 63 else s for s in problem.seeds]  # 64 bits, as a tensor holds them
-        state = {
-            "seed": torch.tensor(signed, dtype=torch.int64, device=z.device),
-            "clean": seen.loss[:, None] if seen.logits is None else seen.logits,
-            "best": z,
-            "last": z,
-            "rank": rank(seen, problem.y),
-            "now": rank(seen, problem.y),
-            "gradients": count,
-            "queries": count + self.ranking.samples,
-            "zero": count,
-            "nonfinite": count,
-        }
+        """The run before its first step: one evaluation of the unperturbed images."""
+        problem = problem.under(self.mode)
+        seen = problem.expect(problem.threat.zeros(problem.x), self.objective, self.ranking, -1)
+        state = first_state(problem, seen)
         return AttackRun(0, self.steps(state["clean"].shape[1]), self.start(problem, state))
 
     def advance(self, problem: Problem, state: State, i: int, limit: Cost | None = None) -> State:
@@ -244,10 +231,10 @@ class Attack(ABC):
         rows = self._active(state, limit)
         if not rows.any():
             return state
+        problem = problem.under(self.mode)
         if rows.all():
             return self.step(problem, state, i)
-        moved = self.step(problem.rows(rows), {k: v[rows] for k, v in state.items()}, i)
-        return _put(state, moved, rows)
+        return put(state, self.step(problem.rows(rows), {k: v[rows] for k, v in state.items()}, i), rows)
 
     def _active(self, state: State, limit: Cost | None) -> Tensor:
         active = torch.ones_like(state["rank"], dtype=torch.bool)
@@ -263,72 +250,29 @@ class Attack(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class SampledAttack(Attack):
-    """An attack that looks at the model itself, with its own samples."""
+    """An attack that evaluates the model itself, with its own EOT samples (a number, a table or an `EOT`)."""
 
     eot: EOT = ONE_SAMPLE
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "eot", EOT.of(self.eot))
 
     @property
     def ranking(self) -> EOT:
         return self.eot
 
+    def with_calls(self, images: int) -> Self:
+        """The attack with so many images in one call of the model."""
+        return replace(self, eot=replace(self.eot, per_call=images))
 
-def rank(seen: Expectation, y: Tensor) -> Tensor:
-    """How good a perturbation is: the margin of the mean logits, or the loss where there are none; (B,), wide."""
-    return wide(seen.loss if seen.logits is None else margin(seen.logits, y))
+    def spending(self, with_gradient: int, without: int) -> Spending:
+        """What so many expectations with and without a gradient cost per image."""
+        gradients, queries = self.eot.spending(True)
+        return Spending(with_gradient * gradients, with_gradient * queries + without * self.eot.samples, self.mode)
 
-
-def record(
-    problem: Problem, state: State, z: Tensor, seen: Expectation, eot: EOT, valid: Tensor | None = None
-) -> State:
-    """The state with one look counted, and z kept where it ranks higher than the best so far (and is valid)."""
-    value = rank(seen, problem.y)
-    better = value > state["rank"] if valid is None else (value > state["rank"]) & valid
-    best = {"best": choose(better, z, state["best"]), "rank": torch.where(better, value, state["rank"])}
-    state = {**state, **best, "last": z, "now": value}
-    if seen.gradient is None:
-        return {**state, "queries": state["queries"] + eot.samples}
-    flat = seen.gradient.flatten(1)
-    return {
-        **state,
-        "gradients": state["gradients"] + eot.samples,
-        "zero": state["zero"] + (flat == 0).all(1).long(),
-        "nonfinite": state["nonfinite"] + (~torch.isfinite(flat)).any(1).long(),
-    }
-
-
-def choose(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """a where the image's condition (B,) holds, else b; both (B, ...)."""
-    return torch.where(condition.reshape(-1, *[1] * (a.ndim - 1)), a, b)
-
-
-def usable(seen: Expectation) -> Tensor:
-    """The gradient of a look, with zero for what is not finite: one bad number must not spoil the iterate."""
-    if seen.gradient is None:
-        raise InputError("This look was taken without a gradient.")
-    return torch.nan_to_num(seen.gradient, nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def common(state: State) -> State:
-    """What one attack of a suite hands to the next."""
-    return {k: state[k] for k in COMMON}
-
-
-def inside(state: State) -> State:
-    """The state of the attack that another attack runs."""
-    return {k.removeprefix("inner/"): v for k, v in state.items() if k.startswith("inner/")}
-
-
-def around(state: State, inner: State) -> State:
-    """The outer state with the inner one moved on, and what that cost counted."""
-    before = inside(state)
-    counted = {k: state[k] + inner[k] - (before[k] if before else 0) for k in COUNTERS}
-    return {**common(state), **counted, **{f"inner/{k}": v for k, v in inner.items()}}
-
-
-def _put(state: State, moved: State, rows: Tensor) -> State:
-    """The state with the rows that moved; rows that did not keep theirs, or zeros where a key is new."""
-    out = {}
-    for key, value in moved.items():
-        old = state[key] if key in state else value.new_zeros(len(rows), *value.shape[1:])
-        out[key] = old.index_put((rows,), value)
-    return out
+    def titled(self, *words: str) -> str:
+        """The words of a title, and the EOT samples."""
+        fixed = ", fixed noise" if self.eot.fixed else ""
+        eot = f"EOT {self.eot.samples}{fixed}" if self.eot.samples > 1 or fixed else ""
+        return ", ".join(filter(None, (*words, eot)))

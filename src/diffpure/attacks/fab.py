@@ -16,10 +16,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from diffpure.attacks.base import Cost, Problem, State, choose, rank, record, usable
+from diffpure.attacks.base import Spending
 from diffpure.attacks.losses import DIFFERENCE, Objective
 from diffpure.attacks.pgd import RestartedAttack
 from diffpure.attacks.seeds import starts
+from diffpure.attacks.state import Problem, State, choose, rank, record, usable
 from diffpure.errors import InputError
 from diffpure.threats import Norm, per_image, wide
 
@@ -41,8 +42,12 @@ class FAB(RestartedAttack):
     def length(self) -> int:
         return self.iterations
 
-    def price(self) -> Cost:
-        return Cost(self.eot.samples, self.eot.samples)
+    @property
+    def title(self) -> str:
+        return self.titled(f"FAB-T-{self.iterations}")
+
+    def steps_account(self, classes: int) -> tuple[Spending, ...]:
+        return (self.spending(self.steps(classes), self.steps(classes)),)
 
     def start(self, problem: Problem, state: State) -> State:
         z = norm_of(problem, "FAB").zeros(problem.x)
@@ -51,16 +56,16 @@ class FAB(RestartedAttack):
     def begin(self, problem: Problem, state: State, i: int, run: int) -> State:
         threat, restart = problem.threat, run % self.restarts
         z = threat.random(problem.x, starts(problem.seeds), run) / 2 if restart else threat.zeros(problem.x)
-        return self.move(problem, {**state, "z": z}, i, 0)
+        return self.iterate(problem, {**state, "z": z}, i, 0)
 
-    def move(self, problem: Problem, state: State, i: int, k: int) -> State:
+    def iterate(self, problem: Problem, state: State, i: int, k: int) -> State:
         threat, z = problem.threat, state["z"]
         target = self.aim(problem, state, i)
         seen = problem.expect(z, self.objective, self.eot, 2 * i, target=target, gradient=True)
-        state = record(problem, state, z, seen, self.eot, threat.within(problem.x, z))
+        state = record(problem, state, z, seen, threat.within(problem.x, z))
         z = self._towards(problem, z, usable(seen), seen.loss)
         seen = problem.expect(z, self.objective, self.eot, 2 * i + 1, target=target)
-        state = record(problem, state, z, seen, self.eot, threat.within(problem.x, z))
+        state = record(problem, state, z, seen, threat.within(problem.x, z))
         misclassified, size = rank(seen, problem.y) > 0, threat.size(z)
         nearer = misclassified & (size < state["distance"])
         return {

@@ -25,13 +25,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffpure.errors import InputError, unknown
-from diffpure.validate import check_labels
+from diffpure.meter import CLASSIFIER, count
+from diffpure.validate import as_labels, check_logits
 
 Model = Callable[..., Any]  # images (N, C, H, W) in [0, 1] -> logits (N, classes), with `seeds=` if it is stochastic
 
 
 def call(model: Model, images: Tensor, seeds: Sequence[int]) -> Any:
-    """The model on images; a model that says it is stochastic is given one seed an image."""
+    """The model on images; a model that says it is stochastic is given one seed per image.
+
+    A model with parts (a defence, a purifier) reports their calls itself; any other counts as one classifier.
+    """
+    if not hasattr(model, "parts"):
+        count(CLASSIFIER, images)
     return model(images, seeds=seeds) if getattr(model, "stochastic", False) else model(images)
 
 
@@ -111,7 +117,7 @@ class LogitLoss(Objective):
     def loss(self, output: Tensor, y: Tensor, target: Tensor) -> Tensor:
         if output.shape[-1] < self.classes:
             raise InputError(f"The loss {self.name!r} needs {self.classes} classes or more, got {output.shape[-1]}.")
-        check_labels(y, len(output), output.shape[-1])
+        as_labels(y, len(output), output.shape[-1])
         return self.of(output, y, target)
 
 
@@ -150,22 +156,12 @@ class Deviated(Objective):
         return torch.cat([check_logits(said[0], len(images)), said[1][:, None].to(said[0].dtype)], 1)
 
     def loss(self, output: Tensor, y: Tensor, target: Tensor) -> Tensor:
-        check_labels(y, len(output), output.shape[-1] - 1)
+        as_labels(y, len(output), output.shape[-1] - 1)
         ce = _log_cross_entropy(output[..., :-1], y, target)
         return ce + self.weight * output[..., -1].mean(1)
 
     def logits(self, output: Tensor) -> Tensor:
         return output[..., :-1]
-
-
-def check_logits(logits: Any, batch: int) -> Tensor:
-    """The logits, if they are finite and (batch, two or more classes)."""
-    if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != batch or logits.shape[1] < 2:
-        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise InputError(f"A model returns logits ({batch}, two or more classes), got {got}.")
-    if not torch.isfinite(logits.detach()).all():
-        raise InputError("The model returned logits that are NaN or infinite; finite logits are accepted.")
-    return logits
 
 
 MARGIN: Final = LogitLoss("margin", _margin)

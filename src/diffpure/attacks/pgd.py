@@ -1,7 +1,7 @@
 """Projected gradient ascent, in any threat: z ← project(z + η · ascend(∇_z loss)) (Madry et al. 2018).
 
-`RestartedAttack` is the frame of all gradient attacks here: runs of `iterations` moves, one run a restart, and one a
-target class where the loss is targeted. Targets are the classes with the highest clean logits beside the label.
+`RestartedAttack` is the frame of all gradient attacks here: runs of `iterations` steps, one run per restart, and one
+per target class where the loss is targeted. Targets are the classes with the highest clean logits beside the label.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from diffpure.attacks.base import Cost, Problem, SampledAttack, State, record, usable
+from diffpure.attacks.base import Cost, SampledAttack, Spending
 from diffpure.attacks.expectation import EOT, Expectation
 from diffpure.attacks.losses import Objective, objective, others
 from diffpure.attacks.seeds import starts
+from diffpure.attacks.state import Problem, State, record, usable
+from diffpure.diffusion.gradients import Surrogate
 from diffpure.errors import InputError
+from diffpure.named import short
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestartedAttack(SampledAttack):
-    """Runs of k = 0 … iterations; k = 0 starts a run, and the last look needs no gradient."""
+    """Runs of k = 0 … iterations; k = 0 starts a run, and the last evaluation needs no gradient."""
 
     iterations: int = 100
     restarts: int = 1
@@ -30,8 +33,11 @@ class RestartedAttack(SampledAttack):
     loss: str | Objective = "ce"
 
     def __post_init__(self) -> None:
-        if min(self.iterations, self.restarts, self.targets) < 1:
-            raise InputError(f"{type(self).__name__} needs iterations, restarts and targets of at least 1.")
+        super().__post_init__()
+        for name in ("iterations", "restarts", "targets"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"{type(self).__name__} needs {name} as a whole number of at least 1, got {value!r}.")
         objective(self.loss)
 
     @property
@@ -39,13 +45,26 @@ class RestartedAttack(SampledAttack):
         return objective(self.loss)
 
     @property
-    def name(self) -> str:
+    def kind(self) -> str:
+        return f"{type(self).__name__.lower()}-{self.loss_name}"
+
+    @property
+    def loss_name(self) -> str:
+        """The loss in a name: `t` for a targeted one."""
         loss = self.loss if isinstance(self.loss, str) else type(self.loss).__name__.lower()
-        return f"{type(self).__name__.lower()}-{'t' if self.objective.targeted else loss}"
+        return "t" if self.objective.targeted else loss
+
+    @property
+    def title(self) -> str:
+        restarts = f"{self.restarts} restarts" if self.restarts > 1 else ""
+        return self.titled(f"{self.kind.upper()}-{self.iterations}", restarts)
 
     def steps(self, classes: int) -> int:
-        targets = min(self.targets, classes - 1) if self.objective.targeted else 1
-        return targets * self.restarts * self.length
+        return self.runs(classes) * self.length
+
+    def runs(self, classes: int) -> int:
+        """One run per restart and target."""
+        return self.restarts * (min(self.targets, classes - 1) if self.objective.targeted else 1)
 
     @property
     def length(self) -> int:
@@ -55,17 +74,20 @@ class RestartedAttack(SampledAttack):
     def price(self) -> Cost:
         return Cost(self.eot.samples, self.eot.samples)
 
+    def steps_account(self, classes: int) -> tuple[Spending, ...]:
+        return (self.spending(self.runs(classes) * self.iterations, self.runs(classes)),)
+
     def step(self, problem: Problem, state: State, i: int) -> State:
         run, k = divmod(i, self.length)
-        return self.begin(problem, state, i, run) if k == 0 else self.move(problem, state, i, k)
+        return self.begin(problem, state, i, run) if k == 0 else self.iterate(problem, state, i, k)
 
     @abstractmethod
     def begin(self, problem: Problem, state: State, i: int, run: int) -> State:
         """Step i, the first of a run."""
 
     @abstractmethod
-    def move(self, problem: Problem, state: State, i: int, k: int) -> State:
-        """Step i, the k-th move of its run."""
+    def iterate(self, problem: Problem, state: State, i: int, k: int) -> State:
+        """Step i, the k-th iteration of its run."""
 
     def aim(self, problem: Problem, state: State, i: int) -> Tensor:
         """The target class of each image at step i, or the label where the loss has no target: (B,)."""
@@ -74,20 +96,30 @@ class RestartedAttack(SampledAttack):
         ranked = others(state["clean"][:, None], problem.y)[:, 0].argsort(1, descending=True)
         return ranked[:, i // (self.length * self.restarts)]
 
-    def see(self, problem: Problem, state: State, z: Tensor, i: int) -> tuple[State, Expectation]:
-        """Expectation at z, without a gradient at the end of a run, and record it."""
+    def evaluate(self, problem: Problem, state: State, z: Tensor, i: int) -> tuple[State, Expectation]:
+        """Evaluate z, without a gradient at the end of a run, and record it."""
         wanted = i % self.length < self.iterations
         seen = problem.expect(z, self.objective, self.eot, i, target=self.aim(problem, state, i), gradient=wanted)
-        return record(problem, state, z, seen, self.eot), seen
+        return record(problem, state, z, seen), seen
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class PGD(RestartedAttack):
-    """Moves of a fixed size, in the units of the threat (2.5 eps / iterations unless given)."""
+    """Steps of a fixed size, in the units of the threat (2.5 eps / iterations unless given)."""
 
     step_size: float | None = None
     random_start: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.step_size is not None and not self.step_size > 0:
+            raise InputError(f"PGD needs a step_size above 0, got {self.step_size}.")
+
+    @property
+    def title(self) -> str:
+        step = "" if self.step_size is None else f"step {short(self.step_size)}"
+        return ", ".join(filter(None, (super().title.replace("-CE-", "-", 1), step)))  # PGD is on the cross-entropy
 
     def start(self, problem: Problem, state: State) -> State:
         z = problem.threat.zeros(problem.x)
@@ -98,16 +130,16 @@ class PGD(RestartedAttack):
         z = threat.random(problem.x, starts(problem.seeds), run) if self.random_start else threat.zeros(problem.x)
         return self._after(problem, state, z, i)
 
-    def move(self, problem: Problem, state: State, i: int, k: int) -> State:
+    def iterate(self, problem: Problem, state: State, i: int, k: int) -> State:
         threat = problem.threat
-        size = self.step_size or 2.5 * threat.eps / self.iterations
+        size = 2.5 * threat.eps / self.iterations if self.step_size is None else self.step_size
         z = threat.project(problem.x, state["z"] + size * threat.ascend(state["gradient"]))
         return self._after(problem, state, z, i)
 
     def _after(self, problem: Problem, state: State, z: Tensor, i: int) -> State:
-        state, seen = self.see(problem, state, z, i)
+        state, seen = self.evaluate(problem, state, z, i)
         return {**state, "z": z, "gradient": torch.zeros_like(z) if seen.gradient is None else usable(seen)}
 
 
-# Lee & Kim (ICCV 2023): 200 steps of 0.007 (ℓ∞), 20 samples; on a defence whose gradient mode is the surrogate.
-PGD_LEE_KIM: Final = PGD(iterations=200, step_size=0.007, eot=EOT(20))
+# Lee & Kim (ICCV 2023): 200 steps of 0.007 (ℓ∞), 20 EOT samples, through a coarser surrogate of the path.
+PGD_LEE_KIM: Final = PGD(label="pgd-lee-kim", iterations=200, step_size=0.007, eot=EOT(20), gradient=Surrogate())

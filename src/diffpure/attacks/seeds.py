@@ -11,16 +11,13 @@ from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from diffpure.noise import Noise, mix
+from diffpure.noise import Noise, mix, mix_all
 
-Words = NDArray[np.uint64]
-
-START: Final = 0x57A27  # the purposes: random starts, moves of a random search, samples of the defence's noise
-MOVE: Final = 0x303E
-DRAW: Final = 0xD2A3
+START: Final = 0x57A27  # the purposes: random starts, steps of a random search, samples of the defence's noise
+STEP: Final = 0x303E
+SAMPLE: Final = 0xD2A3
 
 
 def starts(seeds: Sequence[int]) -> Noise:
@@ -36,24 +33,12 @@ def sample_seeds(seeds: Sequence[int], step: int, samples: int, *, fixed: bool =
     """
     if fixed:
         return tuple(mix(seed, d) if d else seed for seed in seeds for d in range(samples))
-    children = mixed(mixed(np.array(seeds, dtype=np.uint64), DRAW), step)
-    return tuple(mixed(children[:, None], np.arange(samples)).ravel().tolist())
+    children = mix_all(mix_all(np.array(seeds, dtype=np.uint64), SAMPLE), step)
+    return tuple(mix_all(children[:, None], np.arange(samples)).ravel().tolist())
 
 
 def uniforms(seeds: Sequence[int], step: int, count: int) -> Tensor:
-    """Numbers in [0, 1) for a move of a random search: (B, count) float64."""
-    children = mixed(mixed(np.array(seeds, dtype=np.uint64), MOVE), step)
-    bits = mixed(children[:, None], np.arange(count))
+    """Numbers in [0, 1) for a step of a random search: (B, count) float64."""
+    children = mix_all(mix_all(np.array(seeds, dtype=np.uint64), STEP), step)
+    bits = mix_all(children[:, None], np.arange(count))
     return torch.from_numpy((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53)
-
-
-def mixed(seeds: Words, tag: int | NDArray[np.int64]) -> Words:
-    """`diffpure.diffusion.sde.mix` of many at once."""
-    word = np.uint64
-    z = seeds ^ (np.asarray(tag).astype(word) * word(0x9E3779B97F4A7C15))
-    for _ in range(2):
-        z = z + word(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> word(30))) * word(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> word(27))) * word(0x94D049BB133111EB)
-        z = z ^ (z >> word(31))
-    return z

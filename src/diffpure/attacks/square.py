@@ -1,8 +1,8 @@
 """Square attack: random search over square windows, with queries only (Andriushchenko et al. 2020).
 
-ℓ∞: start from vertical stripes of ±ε; a move sets one random window to ±ε, one sign a channel.
-ℓ2: start from a tiling of bumps η; a move puts a bump into one window with the mass of that and another window.
-A move is kept where it lowers the margin z_y - max_{k≠y} z_k. The windows shrink: a fraction p of the image, from
+ℓ∞: start from vertical stripes of ±ε; a step sets one random window to ±ε, one sign a channel.
+ℓ2: start from a tiling of bumps η; a step puts a bump into one window with the mass of that and another window.
+A step is kept where it lowers the margin z_y - max_{k≠y} z_k. The windows shrink: a fraction p of the image, from
 0.8 down to 0.8/512 over `horizon` queries. Every image has windows of its own.
 """
 
@@ -15,10 +15,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from diffpure.attacks.base import Cost, Problem, SampledAttack, State, choose, rank, record
+from diffpure.attacks.base import Cost, SampledAttack, Spending
 from diffpure.attacks.fab import norm_of
 from diffpure.attacks.losses import MARGIN
 from diffpure.attacks.seeds import uniforms
+from diffpure.attacks.state import Problem, State, choose, rank, record
 from diffpure.errors import InputError
 from diffpure.threats import L2
 
@@ -28,7 +29,7 @@ SCHEDULE = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)  # of a horizon of 1
 @final
 @dataclass(frozen=True, kw_only=True)
 class Square(SampledAttack):
-    """queries: looks at an image, the start included; p: the first window's fraction of the image.
+    """queries: evaluations per image, the start included; p: the first window's fraction of the image.
 
     AutoAttack stops half way to the horizon, after 5,000 of 10,000 queries; a shorter search wants a shorter horizon.
     """
@@ -38,12 +39,20 @@ class Square(SampledAttack):
     p: float = 0.8
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if min(self.queries, self.horizon) < 1 or not 0 < self.p <= 1:
             raise InputError(f"Square needs queries and horizon >= 1 and p in (0, 1], got {self}.")
 
     @property
-    def name(self) -> str:
+    def kind(self) -> str:
         return "square"
+
+    @property
+    def title(self) -> str:
+        return self.titled(f"Square, {self.queries:,} queries")
+
+    def steps_account(self, classes: int) -> tuple[Spending, ...]:
+        return (self.spending(0, self.queries),)
 
     def steps(self, classes: int) -> int:
         return self.queries
@@ -63,20 +72,20 @@ class Square(SampledAttack):
             side = self.side(problem.x, i - 1)
             z = _swap_bump(problem, state["z"], side, i) if bumps else _flip_window(problem, state["z"], side, i)
         seen = problem.expect(z, MARGIN, self.eot, i)
-        state = record(problem, state, z, seen, self.eot)
+        state = record(problem, state, z, seen)
         value = rank(seen, problem.y)
         better = value > state["value"]
         return {**state, "z": choose(better, z, state["z"]), "value": torch.where(better, value, state["value"])}
 
-    def side(self, x: Tensor, move: int) -> int:
-        """The side of the windows at a move, for images like x."""
+    def side(self, x: Tensor, step: int) -> int:
+        """The side of the windows at a step, for images like x."""
         h, w = x.shape[-2:]
-        p = self.p / 2 ** sum(move * 10_000 // self.horizon > at for at in SCHEDULE)
+        p = self.p / 2 ** sum(step * 10_000 // self.horizon > at for at in SCHEDULE)
         return min(max(round(math.sqrt(p * h * w)), 1), h, w)
 
 
 def _uniforms(problem: Problem, i: int, count: int) -> Tensor:
-    """Numbers in [0, 1) for move i, (B, count), where the images are."""
+    """Numbers in [0, 1) for step i, (B, count), where the images are."""
     return uniforms(problem.seeds, i, count).to(problem.x)
 
 

@@ -1,6 +1,6 @@
 """StAdv: move the pixels instead of changing them (Xiao et al. 2018), as Laidlaw et al. 2021 bound it.
 
-Adam on the flow z, projected into its bound after every move, ascends
+Adam on the flow z, projected into its bound after every step, ascends
 
     margin(x moved by z) - (0.0025 / bound) · Σ_p Σ_{q next to p} ‖z(p) - z(q)‖.
 """
@@ -13,10 +13,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from diffpure.attacks.base import Problem, State, usable
 from diffpure.attacks.losses import Objective
 from diffpure.attacks.pgd import RestartedAttack
 from diffpure.attacks.seeds import starts
+from diffpure.attacks.state import Problem, State, usable
 from diffpure.errors import InputError
 from diffpure.threats import Flow
 
@@ -32,8 +32,12 @@ class StAdv(RestartedAttack):
     betas: tuple[float, float] = (0.9, 0.999)
 
     @property
-    def name(self) -> str:
+    def kind(self) -> str:
         return "stadv"
+
+    @property
+    def title(self) -> str:
+        return self.titled(f"StAdv-{self.iterations}")
 
     def start(self, problem: Problem, state: State) -> State:
         if not isinstance(problem.threat, Flow):
@@ -46,7 +50,7 @@ class StAdv(RestartedAttack):
         z = threat.random(problem.x, starts(problem.seeds), run) if run else threat.zeros(problem.x)
         return self._after(problem, {**state, **dict.fromkeys(("mean", "square"), torch.zeros_like(z))}, z, i)
 
-    def move(self, problem: Problem, state: State, i: int, k: int) -> State:
+    def iterate(self, problem: Problem, state: State, i: int, k: int) -> State:
         (b1, b2), g = self.betas, state["gradient"]
         mean, square = b1 * state["mean"] + (1 - b1) * g, b2 * state["square"] + (1 - b2) * g.square()
         uphill = (mean / (1 - b1**k)) / ((square / (1 - b2**k)).sqrt() + 1e-8)
@@ -54,7 +58,7 @@ class StAdv(RestartedAttack):
         return self._after(problem, {**state, "mean": mean, "square": square}, z, i)
 
     def _after(self, problem: Problem, state: State, z: Tensor, i: int) -> State:
-        state, seen = self.see(problem, state, z, i)
+        state, seen = self.evaluate(problem, state, z, i)
         if seen.gradient is None:
             return {**state, "z": z}
         return {**state, "z": z, "gradient": usable(seen) - self._roughness_gradient(z, problem.threat.eps)}

@@ -16,7 +16,7 @@ from diffpure.errors import InputError, unknown
 if TYPE_CHECKING:
     from diffpure.diffusion.samplers import Sampler
     from diffpure.files import Item
-    from diffpure.purify import Purifier
+    from diffpure.purifiers.diffusion import Purifier
 
 Trajectory = Literal["none", "strip", "gif"]
 
@@ -45,7 +45,7 @@ def purify(
     """Purify images of any size; damaged files are reported at the end, and a second run continues the first."""
     use_threads(threads)
     from diffpure.files import purify_files
-    from diffpure.purify import Purifier
+    from diffpure.purifiers.diffusion import Purifier
     from diffpure.scores.load import load_score
 
     purifier = Purifier(load_score(model, like=like), make_sampler(sampler, t_star, steps))

@@ -105,7 +105,7 @@ def _adversary(
     kind: str | None, norm: str | None, eps: str | None, iterations: int | None, step: str | None, beta: float | None
 ) -> Adversary | None:
     """The adversary that the options name, None if they name none."""
-    from diffpure.threats import threat
+    from diffpure.threats import threat_of
     from diffpure.training.adversarial import Adversary
 
     if kind is None:
@@ -117,7 +117,7 @@ def _adversary(
     if kind == "pgd" and beta is not None:
         raise InputError("--beta belongs to --adversary trades.")
     return Adversary(
-        threat=threat(norm or "linf", _number(eps or "8/255")),
+        threat=threat_of({"kind": norm or "linf", "eps": _number(eps or "8/255")}),
         iterations=iterations or 10,
         step_size=None if step is None else _number(step),
         trades=None if kind == "pgd" else 6.0 if beta is None else beta,
@@ -135,7 +135,7 @@ def _number(text: str) -> float:
 def _purify(t_star: float) -> Callable[[Tensor, Tensor], Tensor]:
     """The purifier to train behind: images (B, C, H, W) in [0, 1] and seeds (B,) to purified images."""
     from diffpure.diffusion.samplers import OneShot
-    from diffpure.purify import Purifier
+    from diffpure.purifiers.diffusion import Purifier
     from diffpure.scores.load import load_score
 
     return Purifier(load_score("cifar10-small"), OneShot(t_star))

@@ -13,19 +13,45 @@ adjoint costs, and the adjoint's error (it evaluates the Jacobians at other stat
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, final
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Literal, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from diffpure.diffusion.paths import EulerPath, Path, per_image
+from diffpure.diffusion.paths import EulerPath, Path, for_batch, reading
 from diffpure.diffusion.sde import over
 from diffpure.errors import InputError, unknown
+from diffpure.named import make
 
-GradientMode = Callable[[Path, Tensor], Tensor]
+Calls = tuple[int, int]  # of the network, per image: without a graph, and with one
+
+
+class GradientMode(ABC):
+    """A way to run a path; `approximate` says whether what comes back is not the gradient of what was computed."""
+
+    approximate: ClassVar[bool] = True
+
+    @abstractmethod
+    def __call__(self, path: Path, x: Tensor) -> Tensor:
+        """The end of the path that starts at x (B, ...)."""
+
+    @abstractmethod
+    def calls(self, path: Path, x: Tensor) -> Calls:
+        """The network calls of a forward and a backward pass, per image."""
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return type(self).__name__.lower()
+
+
+def network_calls(path: Path, first: int = 0) -> int:
+    """The network calls of the steps from `first` on, per image."""
+    return sum(path.calls(i) for i in range(first, len(path)))
 
 
 def walk(path: Path, x: Tensor, first: int = 0) -> Tensor:
@@ -45,11 +71,6 @@ def _without_gradient(path: Path, x: Tensor) -> Tensor:
         return walk(path, x)
 
 
-def _with_context(path: Path, context: Tensor | None) -> Path:
-    """The path reading another context tensor (paths are frozen dataclasses)."""
-    return path if context is None else replace(path, context=context)  # type: ignore[type-var]
-
-
 def _precision(x: Tensor) -> torch.autocast:
     """The autocast setting in force, so that a backward pass recomputes what the forward pass computed."""
     device = x.device.type
@@ -65,7 +86,7 @@ def _leaf(x: Tensor | None) -> Tensor | None:
 
 @final
 @dataclass(frozen=True)
-class Exact:
+class Exact(GradientMode):
     """The exact gradient from the stored states, recomputing each step's graph when it is needed.
 
     `memory` is a budget in bytes for states and graphs together (None: no limit). The graphs of as many of the last
@@ -86,6 +107,12 @@ class Exact:
         out: Tensor = _StoredStates.apply(path, self.memory, x, path.context)  # type: ignore[no-untyped-call]
         return out
 
+    def calls(self, path: Path, x: Tensor) -> Calls:
+        kept = _steps_that_fit(path, x, self.memory)
+        measured = path.calls(0) if _room(path, x, self.memory) else 0
+        again = network_calls(path) - network_calls(path, len(path) - kept)
+        return again, network_calls(path) + measured
+
 
 @final
 @dataclass
@@ -100,10 +127,12 @@ class _Graph:
     def of(cls, path: Path, x: Tensor, i: int) -> _Graph:
         with torch.enable_grad():
             leaf, context = x.detach().requires_grad_(), _leaf(path.context)
-            return cls(leaf, context, _with_context(path, context).step(leaf, i))
+            return cls(leaf, context, reading(path, context).step(leaf, i))
 
     def pull_back(self, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         """The gradients with respect to x and context, given the one with respect to out."""
+        if not self.out.requires_grad:
+            raise InputError("A step of the purifier gives no gradient; attack it with gradient='bpda'.")
         inputs = (self.x,) if self.context is None else (self.x, self.context)
         grads = torch.autograd.grad(self.out, inputs, grad, allow_unused=True)
         at_x = torch.zeros_like(self.x) if grads[0] is None else grads[0]
@@ -146,28 +175,35 @@ def _steps_that_fit(path: Path, x: Tensor, memory: int | None) -> int:
     """How many steps' graphs fit into a budget beside all the states."""
     if memory is None:
         return len(path)
-    state = x.element_size() * x.nelement()
-    room = memory - len(path) * state
+    room = _room(path, x, memory)
     # A graph's own input is one of the states and is not counted again.
-    return 0 if room <= 0 else min(len(path), room // max(1, graph_bytes(path, x) - state))
+    return min(len(path), room // max(1, graph_bytes(path, x) - x.element_size() * x.nelement())) if room else 0
+
+
+def _room(path: Path, x: Tensor, memory: int | None) -> int:
+    """The bytes that a budget leaves for graphs beside all the states; 0 where it leaves none or there is no limit."""
+    return 0 if memory is None else max(0, memory - len(path) * x.element_size() * x.nelement())
 
 
 def graph_bytes(path: Path, x: Tensor) -> int:
     """The bytes that autograd saves for one step (the first) beside the network's weights."""
-    weights = set()
-    if isinstance(path.score, nn.Module):
-        weights = {w.untyped_storage().data_ptr() for w in (*path.score.parameters(), *path.score.buffers())}
+    return saved_bytes(lambda: _Graph.of(path, x, 0), path.weights())
+
+
+def saved_bytes(work: Callable[[], object], weights: Iterable[Tensor] = ()) -> int:
+    """The bytes that autograd saves for some work, beside the given weights."""
+    known = {w.untyped_storage().data_ptr() for w in weights}
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
+        if storage.data_ptr() not in known:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        graph = _Graph.of(path, x, 0)
-    del graph
+        kept = work()  # the graph must live until it is counted
+    del kept
     return sum(saved.values())
 
 
@@ -176,7 +212,7 @@ def graph_bytes(path: Path, x: Tensor) -> int:
 
 @final
 @dataclass(frozen=True)
-class Adjoint:
+class Adjoint(GradientMode):
     """Proposition 1: the state and its gradient, solved backwards together from x̂(0) by Euler–Maruyama.
 
         x_i = x_{i+1} - h f(x_{i+1}, τ_i) - √|h| g(τ_i) z_i,      a_i = a_{i+1} + h (∂f(x_{i+1}, τ_i)/∂x)ᵀ a_{i+1}
@@ -205,6 +241,9 @@ class Adjoint:
         out: Tensor = _AugmentedSDE.apply(path, self.times, x, path.context)  # type: ignore[no-untyped-call]
         return out
 
+    def calls(self, path: Path, x: Tensor) -> Calls:
+        return network_calls(path), network_calls(path)
+
 
 class _AugmentedSDE(torch.autograd.Function):
     @staticmethod
@@ -231,7 +270,7 @@ class _AugmentedSDE(torch.autograd.Function):
             h = path.times[i + 1] - path.times[i]
             leaf, context = x.detach().requires_grad_(), _leaf(path.context)
             with ctx.precision, torch.enable_grad():
-                f = path.drift(leaf, per_image(t, x), context)
+                f = path.drift(leaf, for_batch(t, x), context)
             at_x, more = _Graph(leaf, context, f).pull_back(grad)
             if at_context is not None and more is not None:
                 at_context += over(h, x) * more
@@ -247,7 +286,7 @@ class _AugmentedSDE(torch.autograd.Function):
 
 @final
 @dataclass(frozen=True)
-class Backprop:
+class Backprop(GradientMode):
     """Plain autograd through every step: exact, with the memory of every graph."""
 
     approximate = False
@@ -255,10 +294,13 @@ class Backprop:
     def __call__(self, path: Path, x: Tensor) -> Tensor:
         return walk(path, x)
 
+    def calls(self, path: Path, x: Tensor) -> Calls:
+        return 0, network_calls(path)
+
 
 @final
 @dataclass(frozen=True)
-class Surrogate:
+class Surrogate(GradientMode):
     """The value of the path with the exact gradient of a coarser one over the same times (Lee & Kim, ICCV 2023)."""
 
     steps: int = 5
@@ -271,19 +313,29 @@ class Surrogate:
         coarse = Exact()(path.coarser(self.steps), x)
         return coarse + (value - coarse).detach()
 
+    def calls(self, path: Path, x: Tensor) -> Calls:
+        coarse = network_calls(path.coarser(self.steps))
+        return network_calls(path) + coarse, coarse
+
 
 @final
 @dataclass(frozen=True)
-class BPDA:
-    """The value of the path with the gradient of the identity: backward-pass differentiable approximation."""
+class BPDA(GradientMode):
+    """The value of the path with the gradient of the identity: backward-pass differentiable approximation.
+
+    A purifier takes the identity from its images to its purified images, whatever its state is (Athalye et al. 2018).
+    """
 
     approximate = True
 
     def __call__(self, path: Path, x: Tensor) -> Tensor:
         return x + (_without_gradient(path, x) - x).detach()
 
+    def calls(self, path: Path, x: Tensor) -> Calls:
+        return network_calls(path), 0
 
-GRADIENT_MODES: Final[dict[str, Callable[[], GradientMode]]] = {
+
+GRADIENT_MODES: Final[dict[str, type[GradientMode]]] = {
     "exact": Exact,
     "adjoint": Adjoint,
     "backprop": Backprop,
@@ -292,15 +344,10 @@ GRADIENT_MODES: Final[dict[str, Callable[[], GradientMode]]] = {
 }
 
 
-def gradient_mode(mode: str | GradientMode) -> GradientMode:
-    """A mode by name, or the given one."""
-    if not isinstance(mode, str):
-        return mode
-    if mode not in GRADIENT_MODES:
-        raise unknown("gradient mode", mode, GRADIENT_MODES)
-    return GRADIENT_MODES[mode]()
+Gradient = str | Mapping[str, Any] | GradientMode  # a name, a table such as {kind = "surrogate", steps = 5}, or a mode
 
 
-def is_approximate(mode: GradientMode) -> bool:
-    """Whether a mode's gradient is not that of the computation; a mode that does not say counts as approximate."""
-    return bool(getattr(mode, "approximate", True))
+def gradient_mode(mode: Gradient) -> GradientMode:
+    """A mode by name or table, or the given one."""
+    made: GradientMode = make(mode, GradientMode, GRADIENT_MODES, "gradient mode")
+    return made

@@ -7,14 +7,14 @@ Noise is a function of (seed of the image, step number), so that a backward pass
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Self, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from diffpure.diffusion.score import ScoreModel, discrete_epsilon
+from diffpure.diffusion.score import ScoreModel
 from diffpure.diffusion.sde import DiscreteVP, over
 from diffpure.errors import InputError
 from diffpure.noise import NoiseSource
@@ -22,8 +22,8 @@ from diffpure.noise import NoiseSource
 Drift = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x, t (B,), context) -> dx/dt
 
 
-def per_image(t: Tensor, x: Tensor) -> Tensor:
-    """A time or index, one for all or one an image, as (B,) on the device of x (in float32 where that has no more)."""
+def for_batch(t: Tensor, x: Tensor) -> Tensor:
+    """A time or index, one for all or one per image, as (B,) on the device of x (in float32 where that has no more)."""
     if x.device.type == "mps" and t.is_floating_point():
         t = t.to(torch.float32)
     return t.to(x.device).expand(x.shape[0])
@@ -39,13 +39,12 @@ def thin(times: Tensor, steps: int) -> Tensor:
 
 
 class Path(ABC):
-    """One equation, on one time grid, with one noise: it knows ONE step, and a gradient mode owns the loop.
+    """A purification as steps of one state, with one noise: it knows ONE step, and a gradient mode owns the loop.
 
-    `score` is what every step calls. `context` is a tensor that every step reads beside the state (the attacked image
-    in LD-SDE): gradient modes differentiate with respect to it too.
+    The state is any tensor with one row per image: pixels, latents. `context` is a tensor that every step reads beside
+    the state (the attacked image in LD-SDE): gradient modes differentiate with respect to it too.
     """
 
-    score: Callable[[Tensor, Tensor], Tensor]
     context: Tensor | None
 
     @abstractmethod
@@ -54,15 +53,60 @@ class Path(ABC):
 
     @abstractmethod
     def step(self, x: Tensor, i: int) -> Tensor:
-        """The state after step i from the state x (B, C, H, W) before it; differentiable in x and `context`."""
+        """The state after step i from the state x (B, ...) before it; differentiable in x and `context`."""
 
-    @abstractmethod
+    def calls(self, i: int) -> int:
+        """How often step i calls the network, per image."""
+        return 1
+
+    def weights(self) -> Iterable[Tensor]:
+        """The weights of the network, which no graph of a step holds a copy of."""
+        return ()
+
     def time(self, i: int) -> Tensor:
         """The time of the state before step i (after the last step for i = len(path)); () or (B,) float64."""
+        return torch.tensor(1 - i / max(1, len(self)), dtype=torch.float64)
 
-    @abstractmethod
     def coarser(self, steps: int) -> Path:
         """The same equation on a grid of about `steps` steps."""
+        raise InputError(f"{type(self).__name__} has no coarser form; use the exact gradient, backprop or BPDA.")
+
+
+@final
+@dataclass(frozen=True)
+class Segment(Path):
+    """The steps first … last - 1 of a path, as a path."""
+
+    path: Path
+    first: int
+    last: int
+    context: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    def step(self, x: Tensor, i: int) -> Tensor:
+        return reading(self.path, self.context).step(x, self.first + i)
+
+    def calls(self, i: int) -> int:
+        return self.path.calls(self.first + i)
+
+    def weights(self) -> Iterable[Tensor]:
+        return self.path.weights()
+
+    def time(self, i: int) -> Tensor:
+        return self.path.time(self.first + i)
+
+
+def reading(path: Path, context: Tensor | None) -> Path:
+    """The path reading another context tensor (paths are frozen dataclasses)."""
+    return path if context is None else replace(path, context=context)  # type: ignore[type-var]
+
+
+def weights_of(score: object) -> Iterable[Tensor]:
+    """The weights of a score, where it is a module or wraps one."""
+    inner = getattr(score, "score", score)
+    return (*inner.parameters(), *inner.buffers()) if isinstance(inner, nn.Module) else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +129,14 @@ class GridPath(Path, ABC):
         if i < len(self.times) - 1:
             return self._step(x, i)
         t = self.times[-1]
-        return self.score.sde.denoised(x, t, self.score(x, per_image(t, x)))
+        return self.score.sde.denoised(x, t, self.score(x, for_batch(t, x)))
 
     @abstractmethod
     def _step(self, x: Tensor, i: int) -> Tensor:
         """From times[i] to times[i + 1]."""
+
+    def weights(self) -> Iterable[Tensor]:
+        return weights_of(self.score)
 
     def coarser(self, steps: int) -> Self:
         return replace(self, times=thin(self.times, steps))
@@ -109,7 +156,7 @@ class EulerPath(GridPath):
     def _step(self, x: Tensor, i: int) -> Tensor:
         t = self.times[i]
         h = self.times[i + 1] - t
-        x = x + over(h, x) * self.drift(x, per_image(t, x), self.context)
+        x = x + over(h, x) * self.drift(x, for_batch(t, x), self.context)
         if self.diffusion is None:
             return x
         return x + over(h.abs().sqrt() * self.diffusion(t), x) * self.noise(i + 1, x)
@@ -135,6 +182,9 @@ class ExponentialPath(GridPath):
 
     order: int
 
+    def calls(self, i: int) -> int:
+        return self.order if i < len(self.times) - 1 else 1
+
     def _step(self, x: Tensor, i: int) -> Tensor:
         sde, t, s = self.score.sde, self.times[i], self.times[i + 1]
         sigma_t, sigma_s = sde.sigma(t), sde.sigma(s)
@@ -150,7 +200,7 @@ class ExponentialPath(GridPath):
         return over(sde.alpha(s).sqrt(), x) * (y + over(2 * (sigma_s - sigma_t), x) * eps + noise)
 
     def _epsilon(self, x: Tensor, t: Tensor) -> Tensor:
-        return over(-self.score.sde.std(t), x) * self.score(x, per_image(t, x))
+        return over(-self.score.sde.std(t), x) * self.score(x, for_batch(t, x))
 
 
 @final
@@ -180,7 +230,7 @@ class ChainPath(Path):
 
     def step(self, x: Tensor, i: int) -> Tensor:
         n, m = self.indices[i], self.indices[i + 1]
-        eps = discrete_epsilon(self.score, x, per_image(n, x))
+        eps = self.score.epsilon_step(x, for_batch(n, x))
         noise_n, noise_m = self.chain.one_minus_alpha_bar(n), self.chain.one_minus_alpha_bar(m)
         signal_n, signal_m = self.chain.alpha_bar(n), self.chain.alpha_bar(m)
         x0 = (x - over(noise_n.sqrt(), x) * eps) / over(signal_n.sqrt(), x)
@@ -192,6 +242,9 @@ class ChainPath(Path):
         if self.eta > 0:
             out = out + over(variance.sqrt(), x) * self.noise(i + 1, x)
         return out if n.ndim == 0 else torch.where(over((n == m).to(torch.float64), x) > 0, x, out)
+
+    def weights(self) -> Iterable[Tensor]:
+        return weights_of(self.score)
 
     def coarser(self, steps: int) -> ChainPath:
         return replace(self, indices=thin(self.indices, steps))

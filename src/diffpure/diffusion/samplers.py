@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol, final, runtime_checkable
+from typing import Any, Final, Literal, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from diffpure.diffusion.paths import ChainPath, Drift, EulerPath, ExponentialPat
 from diffpure.diffusion.score import ScoreModel
 from diffpure.diffusion.sde import STEPS, VPSDE, DiscreteVP, Schedule, over
 from diffpure.errors import InputError, unknown
+from diffpure.named import make
 from diffpure.noise import Noise, NoiseSource
 
 Spacing = Literal["t", "log_snr", "root_sigma"]
@@ -368,6 +369,15 @@ def _chain(sde: Schedule) -> DiscreteVP:
 def _last_step(t: Tensor) -> Tensor:
     """n = 1000 t - 1, the index of the chain's step that ends at t."""
     return torch.round(t * STEPS).long() - 1
+
+
+AnySampler = str | Mapping[str, Any] | Sampler  # a name, a table such as {kind = "few-step", steps = 5}, or a sampler
+
+
+def sampler_of(sampler: AnySampler) -> Sampler:
+    """A sampler by name or table, or the given one."""
+    made: Sampler = make(sampler, Sampler, SAMPLERS, "sampler")
+    return made
 
 
 SAMPLERS: Final[dict[str, type[Sampler]]] = {

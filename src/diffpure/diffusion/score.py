@@ -6,24 +6,28 @@ was trained with. A network that predicts ε becomes one by
     ∇ log p_t(x) = -ε(x, t) / std(t),
 
 and all its own conventions of time (999·t, ⌊1000·t⌋, a DDPM index), of extra output channels and of scaling stay
-inside its `epsilon`.
+inside its `epsilon`. `as_score` is the door: behind it every score has the whole contract, and a wrapper that forwards
+the whole contract (`ScoreWrapper`) never changes the defence.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, final, runtime_checkable
+from typing import Any, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from diffpure.diffusion.sde import STEPS, VPSDE, Schedule, over
+from diffpure.errors import InputError
+from diffpure.meter import NETWORK, count
 
 
 @runtime_checkable
 class ScoreModel(Protocol):
-    """∇ log p_t(x), with the schedule and the resolution that belong to it."""
+    """∇ log p_t(x), with the schedule and the images that belong to it."""
 
     @property
     def sde(self) -> Schedule:
@@ -33,8 +37,15 @@ class ScoreModel(Protocol):
     def size(self) -> int | None:
         """The resolution it wants, or None for any."""
 
+    @property
+    def channels(self) -> int | None:
+        """The channels of its images, or None for any."""
+
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
         """∇ log p_t(x); x (B, C, H, W) in [-1, 1], t (B,)."""
+
+    def epsilon_step(self, x: Tensor, i: Tensor) -> Tensor:
+        """ε̂ at the discrete training steps i (B,), which end at t = (i+1)/N."""
 
 
 class EpsilonScore(nn.Module, ABC):
@@ -58,12 +69,75 @@ class EpsilonScore(nn.Module, ABC):
         return -self.epsilon(x, t) / over(self.sde.std(t), x)
 
 
-def discrete_epsilon(score: ScoreModel, x: Tensor, i: Tensor) -> Tensor:
-    """ε̂ at discrete steps i (B,) of any score model: the network's own, or -std(t)·score at t = (i+1)/N."""
-    if isinstance(score, EpsilonScore):
-        return score.epsilon_step(x, i)
-    t = (i.to(torch.float64) + 1) / STEPS
-    return -over(score.sde.std(t), x) * score(x, t)
+class ScoreWrapper(nn.Module):
+    """A score around a score that forwards the whole contract; subclasses change what they mean to change."""
+
+    def __init__(self, inner: ScoreModel) -> None:
+        super().__init__()
+        self.inner = inner
+        self.sde, self.size, self.channels = inner.sde, inner.size, inner.channels
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.inner(x, t)
+
+    def epsilon_step(self, x: Tensor, i: Tensor) -> Tensor:
+        """ε̂ of the inner score at discrete steps."""
+        return self.inner.epsilon_step(x, i)
+
+
+@final
+class FunctionScore(nn.Module):
+    """Any callable score(x, t) with a schedule `sde` as a whole score model: ε̂ = -std(t)·score at t = (i+1)/N."""
+
+    def __init__(self, score: Callable[[Tensor, Tensor], Tensor], sde: Schedule) -> None:
+        super().__init__()
+        self.score, self.sde = score, sde
+        self.size: int | None = getattr(score, "size", None)
+        self.channels: int | None = getattr(score, "channels", None)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.score(x, t)
+
+    def epsilon_step(self, x: Tensor, i: Tensor) -> Tensor:
+        """-std(t)·score at t = (i+1)/N."""
+        t = (i.to(torch.float64) + 1) / STEPS
+        return -over(self.sde.std(t), x) * self.score(x, t)
+
+
+def as_score(score: Any) -> ScoreModel:
+    """The score with the whole contract: as it is, or, where it gives score(x, t) and a schedule only, completed."""
+    if isinstance(score, ScoreModel):
+        return score
+    if callable(score) and isinstance(getattr(score, "sde", None), Schedule):
+        return FunctionScore(score, score.sde)
+    raise InputError(
+        f"A score model has a schedule `sde` and is called as score(x, t), got {type(score).__name__}; "
+        "`load_score` gives one."
+    )
+
+
+@final
+class Metered:
+    """A score that reports its calls to the meter, and refuses what is not shaped like its input."""
+
+    def __init__(self, score: ScoreModel) -> None:
+        self.score = score
+        self.sde, self.size, self.channels = score.sde, score.size, score.channels
+
+    def __call__(self, x: Tensor, t: Tensor) -> Tensor:
+        count(NETWORK, x)
+        return _like(self.score(x, t), x)
+
+    def epsilon_step(self, x: Tensor, i: Tensor) -> Tensor:
+        """ε̂ at discrete steps."""
+        count(NETWORK, x)
+        return _like(self.score.epsilon_step(x, i), x)
+
+
+def _like(out: Tensor, x: Tensor) -> Tensor:
+    if out.shape != x.shape:
+        raise InputError(f"A score has the shape of its images: got {tuple(out.shape)} for {tuple(x.shape)}.")
+    return out
 
 
 @final

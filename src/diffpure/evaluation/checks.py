@@ -1,11 +1,11 @@
 """An evaluation that doubts itself: each check is a sentence that says what is wrong, or None.
 
-The first half are pure functions of what a run has measured. The second half asks the model again: is it random, does
-its cross-entropy saturate, is its gradient right, and does the attack still get stronger with more samples, more moves
-or an unlimited budget?
+The first half are pure functions of what a run has measured. The second half asks the model again: does
+its cross-entropy saturate, is its gradient right, and does the attack still get stronger with more EOT samples, more
+steps or an unlimited budget?
 The list is that of Carlini et al. 2019, Tramèr et al. 2020 and Croce et al. 2022, and of what went wrong since.
 
-Survivors are booleans, one an image, True where the attack failed. Two attacks are compared on the same images. On a
+Survivors are booleans, one per image, True where the attack failed. Two attacks are compared on the same images. On a
 deterministic model any difference is a fact; on a random one it has to pass a one-sided sign test at 5 %.
 """
 
@@ -14,29 +14,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from diffpure.attacks.autoattack import Suite
 from diffpure.attacks.base import Attack, SampledAttack
-from diffpure.attacks.bpda import TwoStage
 from diffpure.attacks.expectation import EOT, expect
 from diffpure.attacks.losses import MARGIN, Model, call, margin
-from diffpure.attacks.pgd import RestartedAttack
-from diffpure.attacks.square import Square
-from diffpure.attacks.transfer import Transfer
 from diffpure.audit import audit_gradient
 from diffpure.noise import Noise
-from diffpure.purify import Defense
 from diffpure.threats import ThreatModel
 
 Seeds = Sequence[int] | Tensor | None
 Survivors = Sequence[bool]
 
-JUDGE: Final = 1 << 40  # the step of the samples that judge: far beyond the steps of any attack
+EVALUATION: Final = 1 << 40  # the step of the samples that evaluate: far beyond the steps of any attack
 
 
 def doubts(checks: Iterable[str | None]) -> tuple[str, ...]:
@@ -47,19 +41,17 @@ def doubts(checks: Iterable[str | None]) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------- functions of numbers
 
 
-def bad_gradients(zero: int, nonfinite: int, looks: int) -> str | None:
+def bad_gradients(zero: int, nonfinite: int, gradients: int) -> str | None:
     """Gradients that are exactly zero, or not finite, lead an attack nowhere."""
     if not zero and not nonfinite:
         return None
     found = [f"{n} were {what}" for n, what in ((zero, "exactly zero"), (nonfinite, "NaN or infinite")) if n]
-    return f"Of {looks} gradients {' and '.join(found)}: robustness may be due to masked gradients."
+    return f"Of {gradients} gradients {' and '.join(found)}: robustness may be due to masked gradients."
 
 
-def approximate_gradient(mode: str, approximate: bool) -> str | None:
+def approximate_gradient(attack: str, mode: str) -> str:
     """A gradient that is not that of the computation makes a weaker attack."""
-    if not approximate:
-        return None
-    return f"The gradient mode {mode!r} is approximate: an attack with exact gradients may leave fewer survivors."
+    return f"{attack}: the gradient mode {mode!r} is approximate: exact gradients may leave fewer survivors."
 
 
 def audit_disagrees(mode: str, cosine: float, relative_error: float, tolerance: float) -> str | None:
@@ -111,16 +103,12 @@ def budget_exceeded(within: Sequence[bool]) -> str | None:
     return f"{n} of {len(within)} perturbations exceeded their budget; each was moved back inside." if n else None
 
 
-def attacked_as_deterministic(random: bool, samples: int) -> str | None:
-    """A random defence has to be attacked in expectation."""
-    if not random or samples > 1:
-        return None
-    return "The defence is random, but was attacked with one draw a look: use EOT with 10 samples or more."
+ONE_SAMPLE: Final = "The defence is random, but was attacked with one EOT sample per step: use 10 or more."
 
 
-def not_probed(attacks: int, probe: int) -> str | None:
+def not_probed(probe: int) -> str | None:
     """What was not asked cannot be doubted: say so."""
-    if probe or not attacks:
+    if probe:
         return None
     return (
         "Not tried: whether more EOT samples, more iterations or an unlimited budget matter, and whether an audit "
@@ -129,14 +117,6 @@ def not_probed(attacks: int, probe: int) -> str | None:
 
 
 # -------------------------------------------------------------------------------------------- questions to a model
-
-
-@torch.no_grad()
-def is_random(model: Model, x: Tensor) -> bool:
-    """Whether two calls on the same images differ, by more than rounding."""
-    n = len(x)
-    first, second = (call(model, x, range(k * n, k * n + n)) for k in (1, 2))
-    return bool((first - second).abs().amax() > 1e-4 * first.abs().amax())
 
 
 @torch.no_grad()
@@ -154,7 +134,7 @@ def saturated_cross_entropy(model: Model, x: Tensor, y: Tensor) -> str | None:
 
 def audited(model: Model, x: Tensor) -> str | None:
     """Whether a defence's gradient is that of backprop and of finite differences, in two directions on images x."""
-    if not isinstance(model, Defense):
+    if not isinstance(model, nn.Module) or not hasattr(model, "with_gradient"):
         return None
     audit = audit_gradient(model, x, seeds=range(len(x)), directions=2)
     worst = max(filter(None, (audit.backprop, audit.differences)), key=lambda found: found.relative_error)
@@ -165,7 +145,7 @@ def survivors(
     model: Model, x: Tensor, y: Tensor, threat: ThreatModel, z: Tensor, seeds: Sequence[int], eot: EOT
 ) -> list[bool]:
     """Which images the mean logits of fresh samples classify correctly."""
-    seen = expect(model, threat.apply(x, z), y, MARGIN, replace(eot, average="logits"), seeds, JUDGE)
+    seen = expect(model, threat.apply(x, z), y, MARGIN, replace(eot, average="logits"), seeds, EVALUATION)
     return [] if seen.logits is None else (margin(seen.logits, y) <= 0).tolist()
 
 
@@ -185,39 +165,37 @@ def attacked(
     return survivors(model, x, y, threat, z, chosen, eot)
 
 
-def strengthened(attack: Attack, *, samples: int = 1, moves: int = 1) -> Attack:
-    """The attack with so many times the samples of a look, and so many times the moves."""
-    if isinstance(attack, Suite):
-        return replace(attack, attacks=tuple(strengthened(a, samples=samples, moves=moves) for a in attack.attacks))
-    if isinstance(attack, (TwoStage, Transfer)):
-        return replace(attack, attack=strengthened(attack.attack, samples=samples, moves=moves))
-    if isinstance(attack, SampledAttack):
-        attack = replace(attack, eot=replace(attack.eot, samples=samples * attack.eot.samples))
-    if isinstance(attack, RestartedAttack):
-        return replace(attack, iterations=moves * attack.iterations)
-    if isinstance(attack, Square):
-        return replace(attack, queries=moves * attack.queries)
-    return attack
+def strengthened(attack: Attack, *, samples: int = 1, steps: int = 1) -> Attack:
+    """The attack with so many times the EOT samples and so many times the steps, in each of its parts."""
+
+    def change(part: Any) -> Any:
+        if part.parts():
+            return part
+        longer = {key: steps * getattr(part, key) for key in ("iterations", "queries") if hasattr(part, key)}
+        if isinstance(part, SampledAttack):
+            longer["eot"] = replace(part.eot, samples=samples * part.eot.samples)
+        return replace(part, **longer)
+
+    return attack.mapped(change)
 
 
 def probe(
     attack: Attack, model: Model, x: Tensor, y: Tensor, threat: ThreatModel, seeds: Seeds = None
 ) -> tuple[str, ...]:
-    """All that can be asked of one attack on a few images, at about eight times its cost: is the model random and
-    attacked as such, do samples, moves and the budget still matter?"""
+    """All that can be asked of one attack on a few images, at about eight times its cost: do EOT samples, steps and the
+    budget still matter?"""
     chosen = Noise.of(seeds, len(x)).seeds
-    random = is_random(model, x)
+    random = bool(getattr(model, "stochastic", False))
     judges = 4 * attack.ranking.samples if random else 1
     plain = attacked(attack, model, x, y, threat, chosen, judges)
-    longer = attacked(strengthened(attack, moves=2), model, x, y, threat, chosen, judges)
+    longer = attacked(strengthened(attack, steps=2), model, x, y, threat, chosen, judges)
     free = attacked(attack, model, x, y, threat.unbounded(x), chosen, judges)
     found = [
-        attacked_as_deterministic(random, attack.ranking.samples),
-        still_falling("times the moves", 1, 2, plain, longer, random=random),
+        still_falling("times the steps", 1, 2, plain, longer, random=random),
         unbounded_survivors(free),
     ]
     if random:
         n = attack.ranking.samples
         wider = attacked(strengthened(attack, samples=4), model, x, y, threat, chosen, judges)
-        found.append(still_falling("samples", n, 4 * n, plain, wider, random=True))
+        found.append(still_falling("EOT samples", n, 4 * n, plain, wider, random=True))
     return doubts(found)

@@ -17,35 +17,23 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from diffpure.attacks import AttackRun
 from diffpure.errors import InputError
+from diffpure.evaluation.setup import Evaluation
 from diffpure.evaluation.units import Batch, Done, Job, Unit, compute, device_of, threads
 
 Step = Callable[[Unit, int, int], None]  # (unit, step, of)
-Save = Callable[[Unit, AttackRun], None]
-Resume = Callable[[Unit], AttackRun | None]
 
 
 @final
 @dataclass(frozen=True)
-class Work:
-    """What is to be done: the job, its images and their indices, the units that are missing, and how to keep an attack
-    under way (`save`, `resume`) where the engine can."""
+class Keeper:
+    """How an attack under way is kept, and found again."""
 
-    job: Job
-    images: Tensor
-    labels: Tensor
-    indices: tuple[int, ...]
-    units: Sequence[Unit]
-    save: Save | None = None
-    resume: Resume | None = None
-
-    def batch(self, unit: Unit) -> Batch:
-        """The images of a unit, where they lie."""
-        part = slice(unit.start, unit.stop)
-        return Batch(self.images[part], self.labels[part], self.indices[part])
+    save: Callable[[Unit, AttackRun], None]
+    resume: Callable[[Unit], AttackRun | None]
 
 
 class Engine(Protocol):
@@ -55,8 +43,8 @@ class Engine(Protocol):
     def device(self) -> str | None:
         """Where it computes; None: where the model is."""
 
-    def run(self, work: Work, on_step: Step) -> Iterator[Done]:
-        """The results of all units, in any order."""
+    def run(self, work: Evaluation, units: Sequence[Unit], on_step: Step, keeper: Keeper | None) -> Iterator[Done]:
+        """The results of the units, in any order; `keeper` keeps an attack under way where the engine can."""
 
 
 @final
@@ -67,12 +55,12 @@ class Local:
     save_every: float = 60.0
     device = None
 
-    def run(self, work: Work, on_step: Step) -> Iterator[Done]:
+    def run(self, work: Evaluation, units: Sequence[Unit], on_step: Step, keeper: Keeper | None) -> Iterator[Done]:
         """The results in the order of the units."""
-        for unit in work.units:
-            yield self._compute(work, unit, on_step)
+        for unit in units:
+            yield self._compute(work, unit, on_step, keeper)
 
-    def _compute(self, work: Work, unit: Unit, on_step: Step) -> Done:
+    def _compute(self, work: Evaluation, unit: Unit, on_step: Step, keeper: Keeper | None) -> Done:
         saved = time.monotonic()
         latest: AttackRun | None = None
 
@@ -80,16 +68,16 @@ class Local:
             nonlocal saved, latest
             latest = run
             on_step(unit, run.step, run.steps)
-            if work.save is not None and time.monotonic() - saved > self.save_every:
-                work.save(unit, run)
+            if keeper is not None and time.monotonic() - saved > self.save_every:
+                keeper.save(unit, run)
                 saved = time.monotonic()
 
-        batch = on_device(work.batch(unit), device_of(work.job.model))
+        batch = work.batch(unit).to(device_of(work.job.model))
         try:
-            done = compute(work.job, unit, batch, after, work.resume(unit) if work.resume is not None else None)
-        except KeyboardInterrupt:
-            if work.save is not None and latest is not None:
-                work.save(unit, latest)
+            done = compute(work.job, unit, batch, after, None if keeper is None else keeper.resume(unit))
+        except (KeyboardInterrupt, SystemExit):  # Ctrl-C, or SIGTERM where the command line asks for it
+            if keeper is not None and latest is not None:
+                keeper.save(unit, latest)
             raise
         if latest is None:
             on_step(unit, 1, 1)  # nothing was attacked
@@ -101,7 +89,7 @@ class Local:
 class Ray:
     """Units as tasks of a Ray cluster: the one at `address`, or one on this machine.
 
-    cpus, gpus: what a task reserves, by default one CPU a thread of the run (start it with one thread to have more
+    cpus, gpus: what a task reserves, by default one CPU per thread of the run (start it with one thread to have more
     tasks).   workers: the size of a cluster on this machine, in tasks.   retries: how often a task is run again when
     its worker is lost.
     """
@@ -117,14 +105,14 @@ class Ray:
         """Where a task computes."""
         return "cuda" if self.gpus else "cpu"
 
-    def run(self, work: Work, on_step: Step) -> Iterator[Done]:
+    def run(self, work: Evaluation, units: Sequence[Unit], on_step: Step, keeper: Keeper | None) -> Iterator[Done]:
         """The results as they come; so many tasks are under way that no worker waits, and no more."""
         ray = _ray()
         started = self._connect(ray)
         try:
             remote = ray.remote(num_cpus=self._cpus, num_gpus=self.gpus, max_retries=self.retries)(_task)
             job, count = ray.put(work.job), torch.get_num_threads()
-            waiting = list(reversed(work.units))
+            waiting = list(reversed(units))
             running: dict[Any, Unit] = {}
             while waiting or running:
                 while waiting and len(running) < self._window(ray):
@@ -164,7 +152,7 @@ class Ray:
         return float(torch.get_num_threads()) if self.cpus is None else self.cpus
 
     def _window(self, ray: Any) -> int:
-        """How many tasks to have under way: two for every place there is."""
+        """How many tasks to have under way: two for every slot there is."""
         resources = ray.cluster_resources()
         indices = float("inf")
         for kind, wanted in (("CPU", self._cpus), ("GPU", self.gpus)):
@@ -204,7 +192,7 @@ def _task(job: Job, unit: Unit, batch: Batch, count: int, gpu: bool) -> Done:
     if isinstance(job.model, nn.Module) and device_of(job.model) != device:
         job = replace(job, model=job.model.to(device))
     with threads(count):
-        return compute(job, unit, on_device(batch, device))
+        return compute(job, unit, batch.to(device))
 
 
 def _result(ray: Any, reference: Any) -> Done:
@@ -217,8 +205,3 @@ def _result(ray: Any, reference: Any) -> Done:
     except ray.exceptions.RayError as error:
         raise InputError(f"A Ray worker was lost too often ({type(error).__name__}); run it again to go on.") from error
     return done
-
-
-def on_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch on a device."""
-    return replace(batch, x=batch.x.to(device), y=batch.y.to(device))

@@ -24,7 +24,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from diffpure.disk import write_whole
-from diffpure.evaluation.results import CLEAN, Result
+from diffpure.evaluation.results import Result
+from diffpure.evaluation.rows import CLEAN
 
 FILE: Final = "pictures.safetensors"  # in the folder of a run
 GIVEN: Final = "given"  # the first stage of a run without attacks

@@ -12,12 +12,11 @@ from torch import Tensor
 from diffpure.disk import one_sentence
 from diffpure.errors import InputError
 from diffpure.evaluation.store import IMAGES, read_tensors
-
-LEVELS = 255
+from diffpure.threats import towards
 
 
 def save_pngs(folder: str | Path, out: str | Path) -> list[Path]:
-    """Write every adversarial image of a run to `out`/<attack>-seed<seed>/<place>.png; returns the files."""
+    """Write every adversarial image of a run to `out`/<attack>-seed<seed>/<dataset index>.png; returns the files."""
     files = sorted((Path(folder) / IMAGES).glob("*.safetensors"))
     if not files:
         raise InputError(f"{folder} holds no adversarial images.")
@@ -27,20 +26,13 @@ def save_pngs(folder: str | Path, out: str | Path) -> list[Path]:
         target = Path(out) / file.stem.rpartition("-")[0]
         with one_sentence(target):
             target.mkdir(parents=True, exist_ok=True)
-            for place, image in zip(
-                tensors["indices"].tolist(), eight_bit(tensors["images"], tensors["z"]), strict=True
-            ):
-                written.append(target / f"{place:06d}.png")
+            for index, image in zip(tensors["indices"].tolist(), _levels(tensors["images"], tensors["z"]), strict=True):
+                written.append(target / f"{index:06d}.png")
                 pixels = image.permute(1, 2, 0).numpy().astype(np.uint8)
                 Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels).save(written[-1])
     return written
 
 
-def eight_bit(images: Tensor, z: Tensor) -> Tensor:
+def _levels(images: Tensor, z: Tensor) -> Tensor:
     """Levels 0 … 255 of images (B, C, H, W); where z is added to the image, rounded towards the clean one."""
-    levels = images.double() * LEVELS
-    if z.shape != images.shape:
-        return levels.round()
-    clean = (levels - z.double() * LEVELS).round()
-    steps = levels - clean
-    return clean + steps.sign() * (steps.abs() + 1e-3).floor()  # a thousandth of a level is rounding
+    return towards(images - z, images) if z.shape == images.shape else towards(images, images)

@@ -1,7 +1,7 @@
 """A run on the disk: a folder that a kill at any moment leaves whole.
 
     rows.jsonl       the header, then one line a row; appended, flushed, fsynced
-    adversarial/     a safetensors file a batch and attack: z, images, labels and the images' indices in the data
+    adversarial/     a safetensors file per batch and attack: z, images, labels and the images' dataset indices
     summary.json     the rates, once the run is complete
 
 A row is written only after the file with its adversarial image. A line that a kill cut short is removed on opening;
@@ -19,20 +19,19 @@ from pathlib import Path
 from typing import Any, Final, Self, final
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from diffpure.attacks import AttackRun
 from diffpure.disk import one_sentence, write_whole
 from diffpure.errors import InputError
-from diffpure.evaluation.results import ROWS, SUMMARY, Row, read_rows
+from diffpure.evaluation.rows import ROWS, SUMMARY, Row, read_rows
+from diffpure.evaluation.setup import IDENTITY
+from diffpure.evaluation.units import Unit
 
 IMAGES: Final = "adversarial"
 STATE: Final = "state.safetensors"
-# What fixes the rows of a run: a run goes on only where all of these are what they were.
-IDENTITY: Final = (
-    "format", "spec", "model", "weights", "data", "images", "threat", "attacks", "rules", "seeds", "batch",
-)  # fmt: skip
 
 
 @final
@@ -50,6 +49,11 @@ class Store:
         The header of the older run is kept: its batch plan is part of what makes the rows equal.
         """
         folder = Path(folder)
+        if unnamed := [part for part, name in header["model"]["parts"].items() if name is None]:
+            raise InputError(
+                f"The {unnamed[0]} of the model cannot be told from another one, so a run into {folder} could mix two; "
+                "give a module, or a function of tensors and numbers, or leave `out` away."
+            )
         with one_sentence(folder):
             folder.mkdir(parents=True, exist_ok=True)
             lock = _lock(folder)
@@ -95,14 +99,28 @@ class Store:
             plain = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}
             write_whole(self.folder / name, save(plain, dict(about or {})))
 
+    def save_run(self, unit: Unit, run: AttackRun) -> None:
+        """Keep an attack under way."""
+        self.save_tensors(STATE, run.tensors(), {"unit": repr(unit)})
+
+    def saved_run(self, unit: Unit) -> AttackRun | None:
+        """The attack that was under way in a unit, if it was kept; what is damaged is begun again."""
+        path = self.folder / STATE
+        try:
+            with safe_open(path, "pt") as file:
+                ours = (file.metadata() or {}).get("unit") == repr(unit)
+            return AttackRun.of(load_file(path)) if ours else None
+        except (OSError, SafetensorError, KeyError, ValueError):
+            return None
+
+    def forget_run(self) -> None:
+        """Remove what was kept of an attack under way."""
+        (self.folder / STATE).unlink(missing_ok=True)
+
     def save_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the rates beside the rows."""
         with one_sentence(self.folder):
             write_whole(self.folder / SUMMARY, (json.dumps(summary, indent=1) + "\n").encode())
-
-    def remove(self, name: str) -> None:
-        """Remove a file of the run if it is there."""
-        (self.folder / name).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Let another process write."""

@@ -23,7 +23,8 @@ from diffpure.evaluation.spec import EvaluationSpec
 from diffpure.evaluation.store import IMAGES, read_tensors
 from diffpure.evaluation.units import Job, Unit, attack_seeds, judge_seeds, threads
 from diffpure.experiments.run import Build, World, build
-from diffpure.purify import Defense, Purifier
+from diffpure.purifiers.diffusion import Purifier
+from diffpure.purify import Defense
 
 # The names of the classes, by the source of the images or, where that is a user's file, by the classifier.
 NAMES: Final[dict[str, tuple[str, ...]]] = {

@@ -42,6 +42,15 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def digest(*tensors: Tensor) -> str:
+    """The SHA-256 of the shapes and bytes of tensors, in hex."""
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(str(tuple(tensor.shape)).encode())
+        sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
+
+
 def check_hash(path: Path, expected: str) -> None:
     """Refuse a file whose SHA-256 does not begin with `expected` (publishers often give the first digits only)."""
     actual = sha256(path)

@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from diffpure.data.cifar10 import Images
 from diffpure.disk import write_whole
 from diffpure.errors import InputError
-from diffpure.evaluation.describe import digest, stable
+from diffpure.models.checkpoints import digest
+from diffpure.named import brief
 from diffpure.noise import mix
 from diffpure.training.precision import DTYPES, check, settle
 
@@ -69,8 +70,8 @@ class Run:
 
 def options_of(config: Any, images: Images) -> dict[str, str]:
     """What decides where a training goes: the fields of its configuration, each in words, and a hash of its data."""
-    chosen = {f.name: stable(getattr(config, f.name)) for f in fields(config) if f.name not in MANNER}
-    return {**chosen, "data": digest([images.pixels, images.labels])}
+    chosen = {f.name: brief(getattr(config, f.name)) for f in fields(config) if f.name not in MANNER}
+    return {**chosen, "data": digest(images.pixels, images.labels)}
 
 
 def generator(seed: int, step: int, purpose: int = 0) -> torch.Generator:

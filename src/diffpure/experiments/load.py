@@ -27,7 +27,8 @@ from diffpure.evaluation.evaluate import Choice, Progress, Ready, evaluate, prep
 from diffpure.evaluation.results import Result, read_rows
 from diffpure.evaluation.spec import DataSpec, EvaluationSpec, ModelSpec
 from diffpure.evaluation.verify import Verification, verify
-from diffpure.purify import Defense, Purifier
+from diffpure.purifiers.diffusion import Purifier
+from diffpure.purify import Defense
 from diffpure.scores.load import load_score
 
 WEIGHTS: Final = (".pt", ".pth", ".ckpt", ".onnx", ".safetensors")  # how a file of weights ends

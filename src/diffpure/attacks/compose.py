@@ -1,0 +1,189 @@
+"""Attacks made of attacks.
+
+Suite       one attack after the other, each image keeps the strongest perturbation of all
+Transfer    crafted on a part of the defence, evaluated on the whole (paper, appendices C.1 and C.9)
+TwoStage    a success counts only once many fresh samples confirm it (Hill et al. 2021, which the paper follows)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+
+from diffpure.attacks.base import Attack, Cost, SampledAttack, Spending
+from diffpure.attacks.expectation import EOT
+from diffpure.attacks.losses import MARGIN, Model
+from diffpure.attacks.state import Problem, State, around, choose, common, inside, rank, record
+from diffpure.errors import InputError
+from diffpure.noise import Noise
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Suite(Attack):
+    """One attack after the other; each image keeps the strongest perturbation of all.
+
+    With `skip_misclassified`, as in the public AutoAttack, later attacks see only the images that earlier ones left.
+    """
+
+    attacks: tuple[Attack, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.attacks:
+            raise InputError("A suite needs at least one attack.")
+
+    @property
+    def kind(self) -> str:
+        return "+".join(attack.label or attack.kind for attack in self.attacks)
+
+    @property
+    def title(self) -> str:
+        return " + ".join(attack.title for attack in self.attacks)
+
+    @property
+    def ranking(self) -> EOT:
+        return max((attack.ranking for attack in self.attacks), key=lambda eot: eot.samples)
+
+    def steps(self, classes: int) -> int:
+        return sum(attack.steps(classes) for attack in self.attacks)
+
+    def price(self) -> Cost:
+        prices = [attack.price() for attack in self.attacks]
+        return Cost(max(p.gradients or 0 for p in prices), max(p.queries or 0 for p in prices))
+
+    def steps_account(self, classes: int) -> tuple[Spending, ...]:
+        found = [spending for attack in self.attacks for spending in attack.steps_account(classes)]
+        return tuple(replace(spending, mode=spending.mode or self.mode) for spending in found)
+
+    def start(self, problem: Problem, state: State) -> State:
+        return state
+
+    def step(self, problem: Problem, state: State, i: int) -> State:
+        tag, i = self._locate(i, state["clean"].shape[1])
+        attack = self.attacks[tag]
+        # Every attack has its own seeds: a restart of one must not be the start of another.
+        problem = replace(problem, seeds=Noise(problem.seeds).child(tag).seeds)
+        if i == 0:
+            state = attack.start(problem, common(state))
+        return attack.advance(problem, state, i)
+
+    def _locate(self, i: int, classes: int) -> tuple[int, int]:
+        """Which attack step i belongs to, and which of its steps that is."""
+        tag = 0
+        while i >= (length := self.attacks[tag].steps(classes)):
+            i, tag = i - length, tag + 1
+        return tag, i
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Transfer(SampledAttack):
+    """An attack on a part of the model; the last step evaluates its result on the model itself, with `eot`.
+
+    part: an attribute of the model, or a function from the model to what is attacked instead.
+    """
+
+    attack: Attack
+    part: str | Callable[[Any], Model] = "classifier"
+
+    @property
+    def part_name(self) -> str:
+        """What is attacked, in a word."""
+        return str(getattr(self.part, "__name__", self.part)).lower()
+
+    @property
+    def kind(self) -> str:
+        return f"{self.part_name}:{self.attack.label or self.attack.kind}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.attack.title}, crafted on the {self.part_name} alone"
+
+    def steps(self, classes: int) -> int:
+        return self.attack.steps(classes) + 1
+
+    def price(self) -> Cost:
+        return self.attack.price()
+
+    def steps_account(self, classes: int) -> tuple[Spending, ...]:
+        part = self.part if isinstance(self.part, str) else ""
+        crafted = (replace(s, mode=s.mode or self.mode, part=part) for s in self.attack.account(classes))
+        return *crafted, self.spending(0, 1)
+
+    def start(self, problem: Problem, state: State) -> State:
+        return around(state, self.attack.begin_run(self._of_part(problem)).state)
+
+    def step(self, problem: Problem, state: State, i: int) -> State:
+        inner = inside(state)
+        if i < self.attack.steps(state["clean"].shape[1]):
+            return around(state, self.attack.advance(self._of_part(problem), inner, i))
+        return record(problem, state, inner["best"], problem.expect(inner["best"], MARGIN, self.eot, i))
+
+    def _of_part(self, problem: Problem) -> Problem:
+        part = getattr(problem.model, self.part, None) if isinstance(self.part, str) else self.part(problem.model)
+        if not callable(part):
+            raise InputError(f"The model has no part {self.part!r} to attack; a Defense has classifier and purifier.")
+        return replace(problem, model=part)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TwoStage(Attack):
+    """An attack whose successes count only once the mean logits of `defence_samples` fresh samples fail too."""
+
+    attack: Attack
+    defence_samples: int = 150
+
+    @property
+    def kind(self) -> str:
+        return f"{self.attack.label or self.attack.kind}-twostage"
+
+    @property
+    def title(self) -> str:
+        return f"{self.attack.title}, confirmed by {self.defence_samples} samples"
+
+    @property
+    def ranking(self) -> EOT:
+        return replace(self.attack.ranking, samples=self.defence_samples, average="logits")
+
+    def steps(self, classes: int) -> int:
+        return self.attack.steps(classes)
+
+    def price(self) -> Cost:
+        price = self.attack.price()
+        return Cost(price.gradients, (price.queries or 0) + self.defence_samples)
+
+    def steps_account(self, classes: int) -> tuple[Spending, ...]:
+        inner = (replace(s, mode=s.mode or self.mode) for s in self.attack.account(classes))
+        return *inner, Spending(0, self.defence_samples * self.steps(classes), self.mode)
+
+    def start(self, problem: Problem, state: State) -> State:
+        return around(state, self.attack.begin_run(problem).state)
+
+    def step(self, problem: Problem, state: State, i: int) -> State:
+        inner = self.attack.advance(problem, inside(state), i)
+        state = around(state, inner)
+        doubtful = (inner["now"] > 0) & (state["rank"] <= 0)
+        if doubtful.any():
+            state = self._confirm(problem, state, inner, doubtful, i)
+        # Until an image is misclassified for good, the strongest perturbation of the attack itself stands for it.
+        best = choose(state["rank"] > 0, state["best"], inner["best"])
+        return {**state, "best": best, "last": inner["last"], "now": inner["now"]}
+
+    def _confirm(self, problem: Problem, state: State, inner: State, doubtful: torch.Tensor, i: int) -> State:
+        """Classify the doubtful images again with fresh samples, and keep the perturbations that still succeed."""
+        asked = problem.rows(doubtful)
+        # -2 - i: samples that no other evaluation takes.
+        seen = asked.expect(inner["last"][doubtful], MARGIN, self.ranking, -2 - i)
+        margin = torch.full_like(state["rank"], -torch.inf).index_put((doubtful,), rank(seen, asked.y))
+        newly = margin > 0
+        return {
+            **state,
+            "best": choose(newly, inner["last"], state["best"]),
+            "rank": torch.where(newly, margin, state["rank"]),
+            **{key: state[key] + value * doubtful.long() for key, value in seen.spent.items()},
+        }

@@ -1,0 +1,125 @@
+"""Attacks by name, with published settings; a name may stand for several attacks.
+
+    AutoAttack (Croce & Hein 2020)   100 iterations, 1 restart, 9 targets, 5,000 queries; `rand` has 20 EOT samples
+    BPDA+EOT (paper, section 5.4)    50 steps of 2/255 through the identity, 15 samples, confirmed by 150
+    transfer (appendix C.1)          AutoAttack standard on the undefended classifier, evaluated on the defence
+    diffusion-only (appendix C.9)    APGD on the purifier's reconstruction error, 20 EOT samples
+
+Adding an attack means its file and one line of `ATTACKS`.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, Final
+
+from diffpure.attacks.apgd import APGD
+from diffpure.attacks.base import Attack
+from diffpure.attacks.compose import Suite, Transfer, TwoStage
+from diffpure.attacks.diffattack import DIFFATTACK
+from diffpure.attacks.expectation import EOT
+from diffpure.attacks.fab import FAB
+from diffpure.attacks.pgd import PGD, PGD_LEE_KIM
+from diffpure.attacks.square import Square
+from diffpure.attacks.stadv import StAdv
+from diffpure.diffusion.gradients import BPDA
+from diffpure.errors import InputError, unknown
+from diffpure.named import checked, lookup, number
+
+AUTOATTACK_STANDARD: Final[tuple[Attack, ...]] = (APGD(loss="ce"), APGD(loss="dlr-targeted"), FAB(), Square())
+AUTOATTACK_RAND: Final[tuple[Attack, ...]] = (APGD(loss="ce", eot=EOT(20)), APGD(loss="dlr", eot=EOT(20)))
+STANDARD_SUITE: Final = Suite(label="autoattack-standard", attacks=AUTOATTACK_STANDARD, skip_misclassified=True)
+BPDA_EOT: Final = TwoStage(
+    label="bpda-eot",
+    attack=PGD(iterations=50, step_size=2 / 255, eot=EOT(15, "logits"), gradient=BPDA()),
+    defence_samples=150,
+)
+TRANSFER: Final = Transfer(label="transfer", attack=STANDARD_SUITE, eot=EOT(20))
+DIFFUSION_ONLY: Final = Transfer(
+    label="diffusion-only", attack=APGD(loss="reconstruction", eot=EOT(20)), part="purifier", eot=EOT(20)
+)
+
+ATTACKS: Final[dict[str, tuple[Attack, ...]]] = {
+    "pgd": (PGD(),),
+    "apgd-ce": (APGD(loss="ce"),),
+    "apgd-dlr": (APGD(loss="dlr"),),
+    "apgd-t": (APGD(loss="dlr-targeted"),),
+    "fab-t": (FAB(),),
+    "square": (Square(),),
+    "stadv": (StAdv(eot=EOT(20)),),
+    "autoattack-rand": AUTOATTACK_RAND,
+    "autoattack-standard": (STANDARD_SUITE,),
+    "bpda-eot": (BPDA_EOT,),
+    "pgd-lee-kim": (PGD_LEE_KIM,),
+    "transfer": (TRANSFER,),
+    "diffusion-only": (DIFFUSION_ONLY,),
+    "diffattack": (DIFFATTACK,),
+}
+
+AnyAttack = str | Mapping[str, Any] | Attack
+
+
+def attacks_of(value: AnyAttack) -> tuple[Attack, ...]:
+    """The attacks of a name, or of a table: those of its kind, with every other key an argument of all that have it."""
+    if isinstance(value, Attack):
+        return (value,)
+    table = {"kind": value} if isinstance(value, str) else value
+    if not isinstance(table, Mapping) or "kind" not in table:
+        raise InputError(f"An attack is a name or a table with a kind, one of {', '.join(ATTACKS)}; got {value!r}.")
+    attacks: tuple[Attack, ...] = lookup(table["kind"], ATTACKS, "attack")
+    arguments = {key: v for key, v in table.items() if key != "kind"}
+    known = sorted({key for attack in attacks for part in attack.walk() for key in own_keys(part)})
+    for key in arguments:
+        if key not in known:
+            raise unknown(f"argument of the attack {table['kind']!r}", key, known)
+    label = arguments.pop("label", None)
+    made = tuple(attack.mapped(lambda part: _with_arguments(part, arguments)) for attack in attacks)
+    return made if label is None else tuple(replace(attack, label=str(label)) for attack in made)
+
+
+def own_keys(attack: Attack) -> set[str]:
+    """The arguments that a table may give an attack itself: its fields that are no attacks."""
+    nested = set(map(id, attack.parts()))
+    return {f.name for f in fields(attack) if not _holds(getattr(attack, f.name), nested)} - {"part"}
+
+
+def _holds(value: Any, parts: set[int]) -> bool:
+    return any(id(v) in parts for v in (value if isinstance(value, tuple) else (value,)))
+
+
+def _with_arguments(attack: Attack, arguments: Mapping[str, Any]) -> Attack:
+    """The attack with those arguments that it has itself; a gradient is for what differentiates: the innermost."""
+    hints, changes = typing.get_type_hints(type(attack)), dict[str, Any]()
+    for key in own_keys(attack) & arguments.keys():
+        value = arguments[key]
+        if key == "eot":
+            changes[key] = EOT.of(value, getattr(attack, key))
+        elif key != "gradient":
+            changes[key] = checked(number(value), hints[key], f"{key!r}, argument of the attack {attack.kind!r}")
+        elif not attack.parts():
+            changes[key] = value
+    return replace(attack, **changes) if changes else attack
+
+
+def by_name(attacks: AnyAttack | Sequence[AnyAttack] | Mapping[str, AnyAttack]) -> dict[str, Attack]:
+    """Attacks by the names of their rows; the second of a name becomes name-2, and so on."""
+    if isinstance(attacks, Mapping) and "kind" not in attacks:
+        return {name: _one(name, value) for name, value in attacks.items()}
+    several: Sequence[Any] = attacks if isinstance(attacks, Sequence) and not isinstance(attacks, str) else (attacks,)
+    out: dict[str, Attack] = {}
+    for attack in [a for value in several for a in attacks_of(value)]:
+        name, n = attack.name, 1
+        while name in out:
+            n += 1
+            name = f"{attack.name}-{n}"
+        out[name] = attack
+    return out
+
+
+def _one(name: str, value: AnyAttack) -> Attack:
+    attacks = attacks_of(value)
+    if len(attacks) > 1:
+        raise InputError(f"{value!r} is {len(attacks)} attacks, which the one name {name!r} cannot stand for.")
+    return attacks[0]

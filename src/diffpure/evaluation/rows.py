@@ -1,0 +1,269 @@
+"""Rows: what happened to one image under one attack, and the rules that say when it counts as right. No torch here.
+
+A row holds the classes that fresh evaluation samples of the defence gave. A random defence has no single accuracy, so
+a rule says when the row is right:
+
+    one-shot        the first sample is right
+    average of N    the mean of the logits of N samples is right
+    worst of N      all of N samples are right
+    majority of K   more of K samples give the label than give any other class; a tie is no majority
+
+Intervals are Wilson's at 95 %, over the images: several seeds make the rate steadier, not the sample larger.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final, final
+
+from diffpure.disk import one_sentence
+from diffpure.errors import InputError, unknown
+
+CLEAN: Final = "clean"  # the name of the attack that changes nothing
+WORST: Final = "worst case"  # per image, over clean and all attacks
+MINIMUM: Final = "minimum"  # of the attacks' accuracies, as in the paper
+ROWS: Final = "rows.jsonl"  # in the folder of a run
+SUMMARY: Final = "summary.json"
+FORMAT: Final = 2  # of the header and the rows
+_Z: Final = 1.959963984540054  # two-sided 95 %
+# What every header has, and of which kind it is.
+_HEADER: Final = {
+    "model": "table", "attacks": "table", "indices": "numbers", "seeds": "numbers", "batch": "count",
+    "per_call": "count", "threads": "count", "threat": "text", "data": "text",
+}  # fmt: skip
+
+
+@final
+@dataclass(frozen=True)
+class Rate:
+    """A share of images with Wilson's 95 % interval; `correct` may be a fraction, as a mean over seeds is."""
+
+    correct: float
+    total: int
+
+    def __post_init__(self) -> None:
+        if not (self.total > 0 and 0 <= self.correct <= self.total):
+            raise InputError(f"A rate counts 0 … n of n > 0 images, got {self.correct} of {self.total}.")
+
+    @property
+    def value(self) -> float:
+        """The share itself."""
+        return self.correct / self.total
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's interval: (p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n)."""
+        p, n = self.value, self.total
+        centre = (p * n + _Z**2 / 2) / (n + _Z**2)
+        half = _Z / (n + _Z**2) * math.sqrt(n * p * (1 - p) + _Z**2 / 4)
+        # At the ends the formula gives 0 and 1 exactly, but for rounding.
+        return (centre - half if p > 0 else 0.0), (centre + half if p < 1 else 1.0)
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{100 * self.value:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One image under one attack (or `clean`), for one seed of the evaluation.
+
+    predictions: the class each evaluation sample gave, a single one where the model is not random.
+    averages: for each N of an "average of N" rule, the class of the mean logits of the first N samples.
+    size, within: how much of the budget the attack's perturbation took, and whether it kept it (if not, the
+    perturbation was projected back before it was evaluated).   misclassified: what the attack itself believed.
+    gradients, queries: evaluations of the model that the attack made, with and without a gradient.   zero, nonfinite:
+    how many of its gradients were.   network, classifier (…_gradient): calls of the purifier's network and of the
+    classifier that were counted, without (with) a graph, the evaluation samples included.
+    """
+
+    seed: int
+    image: int
+    attack: str
+    label: int
+    predictions: tuple[int, ...]
+    averages: Mapping[int, int] = field(default_factory=dict)
+    size: float = 0.0
+    within: bool = True
+    misclassified: bool = False
+    gradients: int = 0
+    queries: int = 0
+    zero: int = 0
+    nonfinite: int = 0
+    network: int = 0
+    network_gradient: int = 0
+    classifier: int = 0
+    classifier_gradient: int = 0
+    seconds: float = 0.0
+
+    @property
+    def key(self) -> tuple[int, int, str]:
+        """What there is one row of: (seed, image, attack)."""
+        return self.seed, self.image, self.attack
+
+    def line(self) -> str:
+        """The row as one line of JSON with a checksum of everything but the time."""
+        data = {k: v for k, v in asdict(self).items() if k != "seconds"}
+        return json.dumps({**data, "seconds": self.seconds, "sum": _checksum(data)}, allow_nan=False)
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Row:
+        """The row that a line of JSON held, if its checksum is right."""
+        known = {f.name for f in fields(cls)}
+        if (missing := known - data.keys()) or (extra := data.keys() - known - {"sum"}):
+            raise InputError(f"This is no row of an evaluation: its keys differ in {', '.join(missing or extra)}.")
+        values = {k: v for k, v in data.items() if k != "sum"}
+        if data.get("sum") != _checksum({k: v for k, v in values.items() if k != "seconds"}):
+            where = f"image {data['image']}, attack {data['attack']}, seed {data['seed']}"
+            raise InputError(f"The row of {where} was edited: its checksum is not that of its content.")
+        try:
+            averages = {int(n): int(k) for n, k in values["averages"].items()}
+            return cls(**{**values, "predictions": tuple(map(int, values["predictions"])), "averages": averages})
+        except (TypeError, ValueError, AttributeError) as error:
+            raise InputError(f"This is no row of an evaluation ({error}).") from error
+
+
+def _checksum(data: Mapping[str, Any]) -> str:
+    plain = json.loads(json.dumps(data))  # keys become strings before they are sorted
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@final
+@dataclass(frozen=True)
+class Rule:
+    """When an image counts as right, given n samples."""
+
+    kind: str
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in RULES:
+            raise unknown("decision rule", self.kind, (f"{k} of N" if k != "one-shot" else k for k in RULES))
+        if self.n < 1 or (self.kind == "one-shot" and self.n != 1):
+            raise InputError(f"A decision rule needs one sample or more (one-shot exactly one), got {self.n}.")
+
+    @classmethod
+    def parse(cls, text: str | Rule) -> Rule:
+        """The rule written as "one-shot", "average of 10", "worst of 10" or "majority of 10"."""
+        if isinstance(text, Rule):
+            return text
+        if not isinstance(text, str):
+            raise InputError(f'A decision rule is "one-shot" or "average/worst/majority of N", got {text!r}.')
+        match = re.fullmatch(r"\s*([\w-]+)(?:\s+of\s+(\d+))?\s*", text)
+        if match is None or (match[1] in RULES and (match[2] is None) != (match[1] == "one-shot")):
+            raise InputError(f'A decision rule is "one-shot" or "average/worst/majority of N", got {text!r}.')
+        return cls(match[1], int(match[2] or 1))
+
+    def right(self, row: Row) -> bool:
+        """Whether the row's image counts as right."""
+        if len(row.predictions) == 1:  # one sample is all there is of a model that is not random
+            return row.predictions[0] == row.label
+        if len(row.predictions) < self.n:
+            raise InputError(f"The rule {self} needs {self.n} samples, but the rows hold {len(row.predictions)}.")
+        return RULES[self.kind](row, self.n)
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == "one-shot" else f"{self.kind} of {self.n}"
+
+
+def _average(row: Row, n: int) -> bool:
+    if n not in row.averages:
+        raise InputError(f"These rows hold no average of {n} samples; they hold those of {list(row.averages)}.")
+    return row.averages[n] == row.label
+
+
+def _majority(row: Row, n: int) -> bool:
+    votes = Counter(row.predictions[:n])
+    return all(votes[row.label] > count for k, count in votes.items() if k != row.label) and row.label in votes
+
+
+RULES: Final[dict[str, Callable[[Row, int], bool]]] = {
+    "one-shot": lambda row, n: row.predictions[0] == row.label,
+    "average": _average,
+    "worst": lambda row, n: all(k == row.label for k in row.predictions[:n]),
+    "majority": _majority,
+}
+DEFAULT_RULES: Final = (Rule("one-shot"), Rule("average", 10), Rule("worst", 10), Rule("majority", 10))
+
+
+def slug(name: str) -> str:
+    """A name as part of a file name."""
+    return re.sub(r"[^\w.-]", "_", name)
+
+
+def ordered(rows: Iterable[Row], header: Mapping[str, Any]) -> tuple[Row, ...]:
+    """The rows by seed, attack and image, in the order of the header, whatever order they were written in."""
+    attacks = _order((CLEAN, *header["attacks"]))
+    images, seeds = _order(header["indices"]), _order(header["seeds"])
+    found: dict[tuple[int, int, str], Row] = {}
+    for row in rows:
+        if row.key in found or row.seed not in seeds or row.attack not in attacks or row.image not in images:
+            what = "a second row" if row.key in found else "a row that is no part of this run"
+            raise InputError(f"There is {what}: image {row.image}, attack {row.attack}, seed {row.seed}.")
+        found[row.key] = row
+    return tuple(sorted(found.values(), key=lambda r: (seeds[r.seed], attacks[r.attack], images[r.image])))
+
+
+def _order(items: Sequence[Any]) -> dict[Any, int]:
+    return {item: i for i, item in enumerate(items)}
+
+
+def read_rows(path: str | Path, on_bad: Callable[[str], None] | None = None) -> tuple[dict[str, Any], list[Row]]:
+    """The header and rows in a run's folder or file; a row not as it was written raises, or is told to `on_bad`."""
+    path = Path(path) / ROWS if Path(path).is_dir() else Path(path)
+    if not path.is_file():
+        raise InputError(f"There is no run of an evaluation at {path}.")
+    with one_sentence(path), path.open(encoding="utf-8") as file:
+        try:
+            header = _checked(json.loads(file.readline())["header"], path)
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"{path} does not begin with the header of an evaluation.") from error
+        rows = []
+        for line in file:
+            try:
+                rows.append(Row.of(_parsed(line, path)))
+            except InputError as error:
+                if on_bad is None:
+                    raise
+                on_bad(str(error))
+    return header, rows
+
+
+def _checked(header: Any, path: Path) -> dict[str, Any]:
+    """The header, if it is one of this format."""
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise InputError(f"{path} is no run of format {FORMAT}, which this version of diffpure writes.")
+    for key, kind in _HEADER.items():
+        value = header.get(key)
+        whole = isinstance(value, list) and all(type(v) is int for v in value) and len(set(value)) == len(value) > 0
+        fits = {"numbers": whole, "count": type(value) is int and value > 0, "table": isinstance(value, dict)}
+        if not fits.get(kind, isinstance(value, str)):
+            raise InputError(f"The header of {path} is damaged: its {key!r} is {value!r}.")
+    for about in header["attacks"].values():
+        if not isinstance(about, dict) or not {"title", "gradient", "approximate"} <= about.keys():
+            raise InputError(f"The header of {path} is damaged: it says {about!r} of an attack.")
+    if not isinstance(header.get("rules"), list) or not header["rules"]:
+        raise InputError(f"The header of {path} is damaged: its 'rules' are {header.get('rules')!r}.")
+    for rule in header["rules"]:
+        Rule.parse(rule)
+    return header
+
+
+def _parsed(line: str, path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{path} holds a line that is no JSON: {line.strip()[:40]!r}.") from error
+    if not isinstance(data, dict):
+        raise InputError(f"{path} holds a line that is no row: {line.strip()[:40]!r}.")
+    return data

@@ -1,0 +1,182 @@
+"""Values by name: what a spec, the command line and Python write in the same words becomes the same dataclass.
+
+    make("few-step", Sampler, SAMPLERS, "sampler")                       a name: all defaults
+    make({"kind": "few-step", "steps": 5}, Sampler, SAMPLERS, "sampler")   a table
+    make(FewStep(steps=5), Sampler, SAMPLERS, "sampler")                   the value itself
+
+Every key and every type is checked against the dataclass, with one sentence for what is wrong. `canonical` goes the
+other way: a value as plain data, its non-default fields only, so that a new field with a default changes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from fractions import Fraction
+from typing import Any, Literal, Union
+
+from diffpure.errors import InputError, unknown
+
+
+def make(value: Any, cls: type[Any], registry: Mapping[str, Any], what: str) -> Any:
+    """A member of a registry by name or table, or the value itself if it is one; class names are names, too."""
+    if isinstance(value, Mapping):
+        if "kind" not in value:
+            raise InputError(f"A {what} is a table with a kind, one of {', '.join(registry)}; got {dict(value)!r}.")
+        kind, arguments = value["kind"], {key: v for key, v in value.items() if key != "kind"}
+    elif isinstance(value, str):
+        kind, arguments = value, {}
+    elif isinstance(value, type) or not isinstance(value, cls):
+        raise InputError(f"A {what} is one of {', '.join(registry)} or a table with a kind, got {value!r}.")
+    else:
+        return value
+    member = lookup(kind, registry, what)
+    return construct(member, arguments, f"argument of the {what} {kind!r}")
+
+
+def lookup(name: Any, registry: Mapping[str, Any], what: str) -> Any:
+    """The member of that name, or of that class name."""
+    by_class = {getattr(member, "__name__", key).lower(): key for key, member in registry.items()}
+    key = name if name in registry else by_class.get(str(name).lower(), name)
+    if key not in registry:
+        raise unknown(what, name, registry)
+    return registry[key]
+
+
+def construct(cls: Any, arguments: Any, what: str) -> Any:
+    """A dataclass from a table; a key that it has not, and a value of the wrong type, is one sentence."""
+    if not isinstance(arguments, Mapping):
+        raise InputError(f"A table of keys is expected for {_owner(what)}, got {arguments!r}.")
+    known = {f.name: f for f in fields(cls) if f.init}
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in arguments.items():
+        if key not in known:
+            raise unknown(what, key, known)
+        values[key] = checked(number(value) if _wants_number(hints[key]) else value, hints[key], f"{key!r}, {what}")
+    for key, f in known.items():
+        if key not in values and f.default is MISSING and f.default_factory is MISSING:
+            raise InputError(f"The key {key!r} is missing in {_owner(what)}.")
+    return cls(**values)
+
+
+def checked(value: Any, hint: Any, what: str) -> Any:
+    """The value, if it is of the annotated type; lists become tuples where those are wanted."""
+    if isinstance(value, list) and _wants_tuple(hint):
+        value = tuple(value)
+    if not _fits(value, hint):
+        raise InputError(f"The value of {what}, is {_words(hint)}, got {value!r}.")
+    return float(value) if hint is float else value
+
+
+def number(value: Any) -> Any:
+    """A fraction such as "8/255" as a number; anything else as it is."""
+    if isinstance(value, str) and re.fullmatch(r"\s*[\d.]+\s*/\s*[\d.]+\s*", value):
+        try:
+            top, bottom = (Fraction(part.strip()) for part in value.split("/"))
+        except ValueError:
+            return value
+        if bottom:
+            return float(top / bottom)
+    return value
+
+
+def canonical(value: Any) -> Any:
+    """A value as plain data: of a dataclass its class and the fields that are not at their defaults."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {"class": type(value).__name__, **changed(value)}
+    if isinstance(value, Mapping):
+        return {str(key): canonical(v) for key, v in value.items()}
+    if isinstance(value, tuple | list):
+        return [canonical(v) for v in value]
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # without the addresses of this process
+
+
+def changed(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are not at their defaults, as plain data."""
+    out = {}
+    for f in fields(value):
+        now = getattr(value, f.name)
+        default = f.default_factory() if f.default_factory is not MISSING else f.default
+        if f.init and (default is MISSING or now != default):
+            out[f.name] = canonical(now)
+    return out
+
+
+def brief(value: Any, always: Sequence[str] = ()) -> str:
+    """A dataclass as people would write it: the fields that are not at their defaults, and those always shown."""
+    if not is_dataclass(value) or isinstance(value, type):
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    shown = changed(value) | {name: getattr(value, name) for name in always if hasattr(value, name)}
+    words = (f"{f.name}={short(getattr(value, f.name))}" for f in fields(value) if f.name in shown)
+    return f"{type(value).__name__}({', '.join(words)})"
+
+
+def short(value: Any) -> str:
+    """A number as people write it: 8/255 for what an 8-bit image counts in."""
+    if isinstance(value, float) and len(repr(value)) > 8 and abs(255 * value - round(255 * value)) < 1e-9:
+        return f"{round(255 * value)}/255"
+    return f"{value:g}" if isinstance(value, float) else brief(value)
+
+
+def _owner(what: str) -> str:
+    return what.partition(" of ")[2] or what
+
+
+def _union(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _wants_number(hint: Any) -> bool:
+    return float in _union(hint)
+
+
+def _wants_tuple(hint: Any) -> bool:
+    return any(typing.get_origin(h) is tuple or h is tuple for h in _union(hint))
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotated type, as far as plain data can be."""
+    options = _union(hint)
+    if len(options) > 1:
+        return any(_fits(value, option) for option in options)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin is Literal:
+        return value in args
+    if origin is tuple:
+        inner = args[:1] if len(args) == 2 and args[1] is Ellipsis else args
+        same = len(inner) == 1 or len(inner) == len(value) if isinstance(value, tuple) else False
+        each = inner * len(value) if isinstance(value, tuple) and len(inner) == 1 else inner
+        return same and all(_fits(v, h) for v, h in zip(value, each, strict=True))
+    if isinstance(value, bool) and hint is not bool:
+        return hint is object
+    if hint is float:
+        return isinstance(value, int | float)
+    plain = origin or hint
+    return not isinstance(plain, type) or isinstance(value, plain)
+
+
+def _words(hint: Any) -> str:
+    """An annotated type in words."""
+    options = [_word(option) for option in _union(hint) if option is not type(None)]
+    return " or ".join(dict.fromkeys(options))
+
+
+def _word(hint: Any) -> str:
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(map(repr, typing.get_args(hint)))
+    if origin is tuple or hint is tuple:
+        return "a list"
+    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", Mapping: "a table"}
+    plain = origin or hint
+    if plain in (Mapping, dict) or plain is Sequence:
+        return names.get(plain, "a list")
+    return names.get(plain, getattr(plain, "__name__", str(plain)))
