@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from diffpure.audit import Audit as Audit
     from diffpure.audit import audit_gradient as audit_gradient
     from diffpure.classifiers.load import load_classifier as load_classifier
+    from diffpure.data.samples import class_names as class_names
+    from diffpure.data.samples import samples as samples
     from diffpure.diffusion.gradients import BPDA as BPDA
     from diffpure.diffusion.gradients import Adjoint as Adjoint
     from diffpure.diffusion.gradients import Backprop as Backprop
@@ -83,6 +85,10 @@ _HOMES = {
         "audit_gradient",
     ),
     "diffpure.classifiers.load": ("load_classifier",),
+    "diffpure.data.samples": (
+        "class_names",
+        "samples",
+    ),
     "diffpure.errors": ("InputError",),
     "diffpure.evaluation.evaluate": ("evaluate",),
     "diffpure.diffusion.gradients": (

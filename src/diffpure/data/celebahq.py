@@ -34,6 +34,11 @@ def read(root: str | Path, attribute: str, part: str | None = "val", *, attribut
     return Files(tuple(paths), tuple(present[path.stem] for path in paths), ("absent", attribute), prepare)
 
 
+def source(*, path: Path, attribute: str, part: str = "val") -> Files:
+    """The source `celebahq` of a spec; the part "all" takes every image."""
+    return read(path, attribute, None if part == "all" else part)
+
+
 def prepare(image: Image.Image) -> Image.Image:
     """The paper's preparation: 256 × 256."""
     return resize(image, 256)

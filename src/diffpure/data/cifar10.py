@@ -21,18 +21,18 @@ import subprocess
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, ClassVar, Final, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
 from torch import Tensor
 
+from diffpure.data.images import read_rgb
 from diffpure.disk import download, one_sentence
 from diffpure.disk import home as cache_home
 from diffpure.errors import InputError, unknown
@@ -63,6 +63,7 @@ class Images:
 
     pixels: Tensor
     labels: Tensor
+    classes: ClassVar[tuple[str, ...]] = CLASSES
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -74,6 +75,11 @@ class Images:
         """The images as float32 (N, 3, H, W) in [0, 1]."""
         return self.pixels.to(torch.float32) / 255
 
+    def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The images of these indices as float32 (B, 3, H, W) in [0, 1], and their labels (B,)."""
+        chosen = self[torch.tensor(indices, dtype=torch.int64)]
+        return chosen.float(), chosen.labels
+
 
 def load(split: str = "train", path: str | Path | None = None) -> Images:
     """The images of one split, from `path` or from where `fetch` puts them."""
@@ -83,6 +89,11 @@ def load(split: str = "train", path: str | Path | None = None) -> Images:
     if not (home / FOLDER).is_dir():
         raise InputError(f"CIFAR-10 is not in {home}; get it with `diffpure data fetch cifar10` or give its path.")
     return read(home, split)
+
+
+def source(*, path: Path | None = None, split: str = "test") -> Images:
+    """The source `cifar10` of a spec: a split in any of the forms, from the cache by default."""
+    return load(split, path)
 
 
 def read(path: str | Path, split: str = "train") -> Images:
@@ -135,11 +146,11 @@ def _read_pngs(folder: Path, split: str) -> Images | None:
     pixels, labels = [], []
     for label, kind in enumerate(classes):
         for file in sorted(kind.glob("*.png")):
-            with Image.open(file) as image:
-                if image.size != (32, 32):
-                    raise InputError(f"{file} is {image.size[0]}×{image.size[1]}, but CIFAR-10 images are 32×32.")
-                pixels.append(np.asarray(image.convert("RGB")).transpose(2, 0, 1))
-                labels.append(label)
+            image = read_rgb(file)
+            if image.size != (32, 32):
+                raise InputError(f"{file} is {image.size[0]}×{image.size[1]}, but CIFAR-10 images are 32×32.")
+            pixels.append(np.asarray(image).transpose(2, 0, 1))
+            labels.append(label)
     if not labels:
         raise InputError(f"The class folders of {folder / split} hold no PNG file.")
     return _images(np.stack(pixels), np.array(labels, np.uint8))

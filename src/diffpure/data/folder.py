@@ -1,7 +1,8 @@
 """Labelled image files that are read when they are asked for: any folder of images, by class folders or by a CSV.
 
 - root/<class>/*.jpg …: a label a class folder, in alphabetical order;
-- root/*.jpg … and a CSV: rows of file name and label, which is a whole number, or a name in alphabetical order.
+- root/*.jpg … and a CSV: rows of file name and label, which is a whole number, or a name in alphabetical order. The
+  label stands in the second column or in a named one, and a file may be named without its suffix.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from diffpure.data.images import SUFFIXES, center_crop, read_rgb, resize, to_tensor
-from diffpure.errors import InputError
+from diffpure.errors import InputError, unknown
 
 Transform = Callable[[Image.Image], Image.Image]
 
@@ -31,6 +32,10 @@ class Files:
     labels: tuple[int, ...]
     classes: tuple[str, ...]
     transform: Transform
+
+    def __post_init__(self) -> None:
+        if len(self.paths) != len(self.labels):
+            raise InputError(f"There are {len(self.paths)} images but {len(self.labels)} labels; one each is wanted.")
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -48,20 +53,66 @@ class Files:
         return torch.stack(images), torch.tensor([self.labels[i] for i in chosen])
 
 
-def read(root: str | Path, *, labels: str | Path | None = None, size: int | None = None) -> Files:
-    """Any image folder, labelled by its class folders or by a CSV of (file, label); squares of `size` if given."""
+def source(
+    *,
+    path: Path,
+    labels: Path | None = None,
+    label_column: str | None = None,
+    label_offset: int = 0,
+    size: int | None = None,
+) -> Files:
+    """The source `folder` of a spec."""
+    check_csv(labels, label_column, label_offset)
+    return read(path, labels=labels, column=label_column, offset=label_offset, size=size)
+
+
+def read(
+    root: str | Path,
+    *,
+    labels: str | Path | None = None,
+    column: str | None = None,
+    offset: int = 0,
+    size: int | None = None,
+) -> Files:
+    """Any image folder, labelled by its class folders or by a CSV of file names and labels.
+
+    column: the named column of the labels.   offset: what is subtracted from labels that are numbers.   size: resize
+    and crop to squares of this size.
+    """
     root = existing(root)
     transform: Transform = _unchanged if size is None else square(size)
     if labels is not None:
-        rows = read_labels(Path(labels))
-        names = sorted(set(rows.values()))
-        numbered = all(name.isdecimal() for name in names)
-        index = {name: int(name) if numbered else i for i, name in enumerate(names)}
-        return Files(listed(root, rows), tuple(index[label] for label in rows.values()), tuple(names), transform)
-    classes = class_folders(root)
+        rows = read_labels(Path(labels), column)
+        numbers, classes = _numbered(list(rows.values()), offset, Path(labels).name)
+        return Files(listed(root, rows), numbers, classes, transform)
+    classes = tuple(class_folders(root))
     if not classes:
         raise InputError(f"{root} has no class folders; give a CSV of file names and labels for a flat folder.")
     return by_class(root, {name: i for i, name in enumerate(classes)}, classes, transform)
+
+
+def check_csv(labels: Path | None, column: str | None, offset: int) -> None:
+    """Refuse what describes a CSV where there is none."""
+    if labels is None and (column is not None or offset):
+        raise InputError("`label_column` and `label_offset` describe a CSV; name it with `labels`.")
+
+
+def _numbered(labels: list[str], offset: int, name: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Labels as numbers from 0, and the names of the classes where the labels are names."""
+    if all(label.isdecimal() for label in labels):
+        return shifted([int(label) for label in labels], offset, name), ()
+    if offset:
+        raise InputError(f"The labels of {name} are names such as {labels[0]!r}, to which no label_offset applies.")
+    names = sorted(set(labels))
+    index = {label: i for i, label in enumerate(names)}
+    return tuple(index[label] for label in labels), tuple(names)
+
+
+def shifted(labels: Sequence[int], offset: int, name: str) -> tuple[int, ...]:
+    """Labels less the number at which they begin; none may become negative."""
+    if labels and min(labels) < offset:
+        raise InputError(f"{name} has the label {min(labels)}, which is below the label_offset {offset}.")
+    return tuple(label - offset for label in labels)
 
 
 def by_class(root: Path, index: Mapping[str, int], classes: Sequence[str], transform: Transform) -> Files:
@@ -90,30 +141,66 @@ def images_in(folder: Path) -> list[Path]:
 
 
 def listed(root: Path, rows: Mapping[str, str]) -> tuple[Path, ...]:
-    """The files that rows name, in their order, all of which exist."""
-    paths = tuple(root / name for name in rows)
-    missing = [path.name for path in paths if not path.is_file()]
+    """The files that rows name, with or without suffix, in their order; every image beside them is named, too."""
+    paths = [root / name for name in rows]
+    folders = {folder: _by_stem(folder) for folder in {root, *(path.parent for path in paths)} if folder.is_dir()}
+    found: list[Path] = []
+    missing: list[str] = []
+    for path in paths:
+        beside = folders.get(path.parent, {}).get(path.name, [])
+        if len(beside) > 1:
+            raise InputError(
+                f"{path.name} may be {' or '.join(p.name for p in beside)}; write the name with its suffix."
+            )
+        if path.is_file() or beside:
+            found.append(path if path.is_file() else beside[0])
+        else:
+            missing.append(path.name)
     if missing:
         raise InputError(f"{root} lacks {len(missing)} of the {len(paths)} listed images, {missing[0]} first.")
-    return paths
+    named = set(found)
+    left = [p for stems in folders.values() for same in stems.values() for p in same if p not in named]
+    if left:
+        raise InputError(f"{len(left)} of the images in {root} have no label, {left[0].name} first.")
+    return tuple(found)
 
 
-def read_labels(path: Path) -> dict[str, str]:
-    """Rows of file name and label from a CSV, with or without a header; of a longer label the first word counts.
+def _by_stem(folder: Path) -> dict[str, list[Path]]:
+    """The image files in a folder by their names without suffix."""
+    stems: dict[str, list[Path]] = {}
+    for path in images_in(folder):
+        stems.setdefault(path.stem, []).append(path)
+    return stems
 
-    The longer form is the one of Kaggle's ImageNet, a class and its boxes; its names have no suffix.
+
+def read_labels(path: Path, column: str | None = None) -> dict[str, str]:
+    """File names and labels from a CSV; without a named column the second one, of which the first word counts.
+
+    A header is there if a column is named, or if the first row begins as headers do. The file names stand in the
+    first column whose header says so. Several words are what Kaggle's ImageNet has, a class and its boxes.
     """
     try:
-        rows = [row for row in csv.reader(path.read_text("utf-8").splitlines()) if row]
-    except (OSError, UnicodeDecodeError) as error:
+        rows = [row for row in csv.reader(path.read_text("utf-8-sig").splitlines()) if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path} is not a readable CSV of file names and labels.") from error
-    if any(len(row) < 2 or not row[1].strip() for row in rows):
-        raise InputError(f"Every row of {path.name} is a file name and a label.")
-    if rows and rows[0][0].strip().lower() in HEADERS:
+    header = [cell.strip() for cell in rows[0]] if rows else []
+    if column is not None and column not in header:
+        raise unknown("column", column, header)
+    named = [i for i, cell in enumerate(header) if cell.lower() in HEADERS and cell != column]
+    if column is not None or 0 in named:
         rows = rows[1:]
     if not rows:
         raise InputError(f"{path.name} has no row; rows of file name and label are accepted.")
-    return {row[0].strip(): row[1].split()[0] for row in rows}
+    at, label = (named or [0])[0], 1 if column is None else header.index(column)
+    if any(len(row) <= max(at, label) or not row[at].strip() or not row[label].strip() for row in rows):
+        raise InputError(f"Every row of {path.name} is a file name and a label.")
+    found: dict[str, str] = {}
+    for row in rows:
+        name = row[at].strip()
+        if name in found:
+            raise InputError(f"{path.name} names {name} twice.")
+        found[name] = row[label].split()[0] if column is None else row[label].strip()
+    return found
 
 
 def square(size: int) -> Transform:

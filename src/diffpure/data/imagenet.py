@@ -4,7 +4,8 @@ Three layouts are read:
 
     class folders    root/n01440764/*.JPEG …, or root/val/…; a part of the classes is enough
     official         root/ILSVRC2012_val_00000001.JPEG …, with the devkit that maps its numbers to classes
-    CSV              root/*.JPEG and rows of file name and label, a class number or an identifier like n01440764
+    CSV              root/*.JPEG and rows of file name and label, a class number or an identifier like n01440764;
+                     the column of the label and the number of the first class can be named
 
 Labels are 0 … 999 in the order of the identifiers. The detour to the diffusion model's 256 × 256 is the purifier's.
 """
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from diffpure.data.folder import Files, by_class, class_folders, existing, images_in, listed, read_labels
+from diffpure.data.folder import Files, by_class, check_csv, class_folders, existing, images_in, listed, read_labels
 from diffpure.data.images import center_crop, resize
 from diffpure.errors import InputError
 
@@ -30,11 +31,33 @@ def identifiers() -> tuple[str, ...]:
     return tuple(resources.files(__package__).joinpath("imagenet-wnids.txt").read_text("utf-8").split())
 
 
-def read(root: str | Path, *, devkit: str | Path | None = None, labels: str | Path | None = None) -> Files:
-    """The validation images of a folder in any of the three layouts."""
+def source(
+    *,
+    path: Path,
+    devkit: Path | None = None,
+    labels: Path | None = None,
+    label_column: str | None = None,
+    label_offset: int = 0,
+) -> Files:
+    """The source `imagenet` of a spec."""
+    if devkit is not None and labels is not None:
+        raise InputError("`devkit` and `labels` both say where the labels of ImageNet are; give one of them.")
+    check_csv(labels, label_column, label_offset)
+    return read(path, devkit=devkit, labels=labels, column=label_column, offset=label_offset)
+
+
+def read(
+    root: str | Path,
+    *,
+    devkit: str | Path | None = None,
+    labels: str | Path | None = None,
+    column: str | None = None,
+    offset: int = 0,
+) -> Files:
+    """The validation images of a folder in any of the three layouts; `column` and `offset` describe the CSV."""
     root = existing(root)
     if labels is not None:
-        return _by_csv(root, Path(labels))
+        return _by_csv(root, Path(labels), column, offset)
     if devkit is not None:
         return _official(root, existing(devkit))
     inner = root / "val" if (root / "val").is_dir() else root
@@ -50,14 +73,15 @@ def prepare(image: Image.Image) -> Image.Image:
     return center_crop(resize(image, 256), 224)
 
 
-def _by_csv(root: Path, path: Path) -> Files:
-    rows = read_labels(path)
-    index = {name: label for label, name in enumerate(identifiers())} | {str(i): i for i in range(1000)}
+def _by_csv(root: Path, path: Path, column: str | None, offset: int) -> Files:
+    rows = read_labels(path, column)
+    index = {name: label for label, name in enumerate(identifiers())}
+    index |= {str(label + offset): label for label in range(len(index))}
     wrong = [label for label in rows.values() if label not in index]
     if wrong:
-        raise InputError(f"{path.name} has the label {wrong[0]!r}; accepted are 0 … 999 and names like n01440764.")
-    with_suffix = {name if Path(name).suffix else f"{name}.JPEG": label for name, label in rows.items()}
-    return Files(listed(root, with_suffix), tuple(index[label] for label in rows.values()), identifiers(), prepare)
+        accepted = f"{offset} … {offset + 999}"
+        raise InputError(f"{path.name} has the label {wrong[0]!r}; accepted are {accepted} and names like n01440764.")
+    return Files(listed(root, rows), tuple(index[label] for label in rows.values()), identifiers(), prepare)
 
 
 def _official(root: Path, devkit: Path) -> Files:

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from diffpure.data.cifar10 import Images, load
+from diffpure.data.cifar10 import CLASSES, Images, load
 from diffpure.errors import InputError
 
 ATTRIBUTION: Final = (
@@ -38,6 +38,16 @@ def samples(n: int | None = None) -> tuple[Tensor, Tensor]:
         raise InputError(f"There are {len(stored)} embedded images, so n is in 1 … {len(stored)}, got {n}.")
     stored = stored[:n]
     return stored.float(), stored.labels
+
+
+def class_names() -> tuple[str, ...]:
+    """The names of the ten classes of the embedded images, in the order of their labels."""
+    return CLASSES
+
+
+def source() -> Images:
+    """The source `cifar10-samples` of a spec: the 500 embedded images; an index counts among them."""
+    return _stored()
 
 
 def indices() -> Tensor:

@@ -7,7 +7,8 @@ a seed, but not across seeds. So the paper's "512 images" of CIFAR-10 are 504 di
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from typing import Final, final
@@ -72,6 +73,24 @@ def subset(name: str) -> Subset:
     return SUBSETS[name]
 
 
+def named(name: str, total: int | None) -> tuple[int, ...]:
+    """The indices of a subset by its full name, FAMILY/WHICH, in a source of `total` images (None: not known yet).
+
+    WHICH is paper (repetitions included), paper-unique, corrected, or seed-N for the draw of one data seed.
+    """
+    family, _, which = name.partition("/")
+    seed = re.fullmatch(r"seed-(\d{1,9})", which)
+    if (family not in SUBSETS and family != CELEBAHQ) or not (seed or (which in _WHOLE and family != CELEBAHQ)):
+        known = [f"{each}/{kind}" for each in SUBSETS for kind in (*_WHOLE, "seed-N")]
+        raise unknown("subset", name, [*known, f"{CELEBAHQ}/seed-N"])
+    if family == CELEBAHQ:
+        return celebahq(total, int(seed[1])) if seed and total is not None else ()
+    drawn = SUBSETS[family]
+    if total not in (None, drawn.total):
+        raise InputError(f"The subset {name!r} is one of {drawn.total} images, but the source has {total}.")
+    return drawn.draw(int(seed[1])) if seed else _WHOLE[which](drawn)
+
+
 def _first_appearances(indices: Iterable[int]) -> Iterable[int]:
     seen: set[int] = set()
     for i in indices:
@@ -84,4 +103,11 @@ SUBSETS: Final[dict[str, Subset]] = {
     "cifar10": Subset(10_000, 64, 8, "AutoAttack and StAdv on CIFAR-10: data seeds 0–7, 504 different images of 512"),
     "imagenet": Subset(50_000, 16, 32, "AutoAttack on ImageNet: data seeds 0–31, 510 different images of 512"),
     "cifar10-bpda": Subset(10_000, 200, 5, "BPDA+EOT on CIFAR-10: data seeds 0–4, 960 different images of 1000"),
+}
+
+CELEBAHQ: Final = "celebahq"  # how many images it draws depends on the size of the part, so it is a function
+_WHOLE: Final[dict[str, Callable[[Subset], tuple[int, ...]]]] = {
+    "paper": Subset.paper,
+    "paper-unique": Subset.unique,
+    "corrected": Subset.corrected,
 }
