@@ -32,7 +32,8 @@ from diffpure.diffusion.score import EpsilonScore
 from diffpure.diffusion.sde import VPSDE, over
 from diffpure.evaluation.engine import Local
 from diffpure.evaluation.evaluate import Progress, evaluate
-from diffpure.evaluation.results import CLEAN, Result, Row, read_rows
+from diffpure.evaluation.results import Result
+from diffpure.evaluation.rows import CLEAN, Row, read_rows
 from diffpure.evaluation.store import read_tensors
 from diffpure.purifiers.diffusion import Purifier
 from diffpure.purify import Defense

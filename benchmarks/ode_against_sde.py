@@ -24,7 +24,7 @@ from diffpure.attacks import Attack, Transfer, expect
 from diffpure.attacks.losses import MARGIN
 from diffpure.data.samples import samples
 from diffpure.evaluation.checks import JUDGE, fewer, survivors
-from diffpure.evaluation.results import Rate
+from diffpure.evaluation.rows import Rate
 
 SAMPLERS = {"VP-SDE": dp.ReverseSDE, "VP-ODE": dp.ProbabilityFlow}
 

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from diffpure.evaluation.describe import brief
 from torch import Tensor, nn
 
 import diffpure as dp
@@ -28,8 +29,7 @@ from diffpure.classifiers.load import load_classifier
 from diffpure.data import cifar10, samples
 from diffpure.diffusion.samplers import DDIM, Ancestral, FewStep, OneShot, ProbabilityFlow, ReverseSDE, Sampler
 from diffpure.disk import home, write_whole
-from diffpure.evaluation.describe import brief
-from diffpure.evaluation.results import Rate
+from diffpure.evaluation.rows import Rate
 from diffpure.threats import Linf
 
 THREAT = Linf(8 / 255)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from diffpure.attacks import APGD, EOT, PGD, Attack, Square
 from diffpure.diffusion.samplers import ReverseSDE
 from diffpure.evaluation.evaluate import evaluate
-from diffpure.evaluation.results import Result, Row
-from diffpure.evaluation.spec import EvaluationSpec
-from diffpure.experiments.run import World, load_images
+from diffpure.evaluation.results import Result
+from diffpure.evaluation.rows import Row
+from diffpure.experiments.load import World, load_images
+from diffpure.experiments.spec import EvaluationSpec
 from diffpure.purifiers.diffusion import Purifier
 from diffpure.purify import Defense
 from diffpure.threats import Linf

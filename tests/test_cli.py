@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 import diffpure as dp
 from diffpure import cli
 from diffpure.errors import InputError
-from diffpure.evaluation.results import Rate
-from diffpure.evaluation.spec import EvaluationSpec
+from diffpure.evaluation.rows import Rate
 from diffpure.experiments import demo as demonstration
 from diffpure.experiments import run as experiments
-from diffpure.experiments.run import shipped_specs
+from diffpure.experiments.load import shipped_specs
+from diffpure.experiments.spec import EvaluationSpec
 from diffpure.models import weights
 
 runner = CliRunner()

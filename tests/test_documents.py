@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from diffpure.evaluation.spec import ATTACKS, EvaluationSpec
+from diffpure.experiments.spec import ATTACKS, EvaluationSpec
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]

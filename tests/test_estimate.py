@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from diffpure.evaluation.calibrate import Calibration, Line, _Peak, calibrate, rows_that_fit
 from torch import Tensor, nn
 
 from diffpure.attacks import EOT, PGD
 from diffpure.diffusion.gradients import GRADIENT_MODES, Exact, Surrogate
 from diffpure.diffusion.samplers import Ancestral, FewStep, Langevin, OneShot, ProbabilityFlow, ReverseSDE
 from diffpure.diffusion.score import EpsilonScore
-from diffpure.evaluation.calibrate import Calibration, Line, _Peak, calibrate, rows_that_fit
-from diffpure.evaluation.estimate import Estimate, estimate
+from diffpure.evaluation.cost import Estimate, estimate
 from diffpure.evaluation.evaluate import evaluate, prepare
-from diffpure.evaluation.spec import ATTACKS
+from diffpure.experiments.spec import ATTACKS
 from diffpure.purifiers.diffusion import Purifier
 from diffpure.purify import Defense
 from evaluations import THREAT, defense, problem, spec_of, tiny_world

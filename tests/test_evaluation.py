@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from diffpure.evaluation.calibrate import _Peak
 from PIL import Image
 from torch import Tensor, nn
 
 from diffpure.attacks import APGD, EOT, PGD, Suite
 from diffpure.errors import InputError
-from diffpure.evaluation.calibrate import _Peak
+from diffpure.evaluation.cost import spending
 from diffpure.evaluation.engine import Local, Work
-from diffpure.evaluation.estimate import spending
 from diffpure.evaluation.evaluate import evaluate, prepare
 from diffpure.evaluation.pngs import save_pngs
-from diffpure.evaluation.results import CLEAN
+from diffpure.evaluation.rows import CLEAN
 from diffpure.threats import Linf
 from evaluations import THREAT, Linear, attacks, defense, line_up, problem, settle, timeless
 

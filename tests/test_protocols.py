@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from diffpure.experiments.protocols import PROTOCOLS
+
 from diffpure.purifiers.diffusion import Purifier
 from diffpure.scores import GaussianScore
 

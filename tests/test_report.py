@@ -11,6 +11,7 @@ import tomllib
 import numpy as np
 import pytest
 import torch
+from diffpure.experiments.pictures import NAMES, gallery_of
 from typer.testing import CliRunner
 
 import diffpure as dp
@@ -19,9 +20,8 @@ from diffpure.data.samples import samples
 from diffpure.errors import InputError
 from diffpure.evaluation.evaluate import evaluate
 from diffpure.evaluation.gallery import FILE, Gallery
-from diffpure.evaluation.spec import EvaluationSpec
 from diffpure.experiments import run as experiments
-from diffpure.experiments.pictures import NAMES, gallery_of
+from diffpure.experiments.spec import EvaluationSpec
 from diffpure.models import weights
 from diffpure.report.page import FORMATS, html
 from diffpure.report.runs import read_run, sweeps

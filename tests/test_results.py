@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffpure.errors import InputError
-from diffpure.evaluation.results import CLEAN, MINIMUM, WORST, Rate, Result, Row, Rule, ordered, read_rows
+from diffpure.evaluation.results import Result
+from diffpure.evaluation.rows import CLEAN, MINIMUM, WORST, Rate, Row, Rule, ordered, read_rows
 
 
 def row(image: int, attack: str, predictions: list[int], *, seed: int = 0, label: int = 0, **more: object) -> Row:

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from diffpure.attacks import PGD
-from diffpure.attacks.base import AttackRun
+from diffpure.attacks import PGD, AttackRun
 from diffpure.errors import InputError
 from diffpure.evaluation.engine import Local, Step, Work
 from diffpure.evaluation.evaluate import Tick, _ticker, evaluate, prepare
-from diffpure.evaluation.results import CLEAN, Result, read_rows
+from diffpure.evaluation.results import Result
+from diffpure.evaluation.rows import CLEAN, read_rows
 from diffpure.evaluation.store import Store
 from diffpure.evaluation.units import Done
 from diffpure.threats import Linf

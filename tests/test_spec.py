@@ -15,8 +15,8 @@ import diffpure.attacks
 from diffpure.attacks import EOT, PGD, Attack, Suite
 from diffpure.errors import InputError
 from diffpure.evaluation.results import Result
-from diffpure.evaluation.spec import ATTACKS, EvaluationSpec, attacks_of
-from diffpure.experiments.run import estimate_run, load_images, run, run_folder, shipped_specs, verify_run
+from diffpure.experiments.load import estimate_run, load_images, run, run_folder, shipped_specs, verify_run
+from diffpure.experiments.spec import ATTACKS, EvaluationSpec, attacks_of
 from diffpure.threats import Linf
 from evaluations import problem, spec_of, tiny_world
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from diffpure.evaluation.evaluate import prepare
-from diffpure.evaluation.results import CLEAN, Row
+from diffpure.evaluation.rows import CLEAN, Row
 from diffpure.evaluation.verify import Verification, verify
 from evaluations import BATCH, COUNT, RULES, THREAT, attacks, defense, problem, settle
 

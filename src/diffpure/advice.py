@@ -21,7 +21,7 @@ from diffpure.errors import InputError
 from diffpure.noise import Seeds
 from diffpure.purifiers.diffusion import Purifier
 from diffpure.theory import distance_bound, kl_bound_of_perturbation
-from diffpure.validate import check_labels
+from diffpure.validate import as_labels
 
 
 @final
@@ -105,7 +105,7 @@ def suggest_t_star(
     if (classifier is None) != (labels is None):
         raise InputError("Accuracy needs both a classifier and labels; give both or neither.")
     if labels is not None:
-        check_labels(labels, len(images))
+        labels = as_labels(labels, len(images))
     rows = []
     for t_star in candidates:
         recorder = _Loudest(score)

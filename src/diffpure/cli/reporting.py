@@ -40,7 +40,7 @@ def report(
 
 def _make_pictures(folder: Path, count: int) -> str:
     """Make a run's pictures where they are missing; returns why that could not be done."""
-    from diffpure.experiments.pictures import gallery_of
+    from diffpure.experiments.load import gallery_of
 
     try:
         gallery_of(folder, count)

@@ -25,7 +25,7 @@ from diffpure.data import celebahq, cifar10, folder, imagenet, npz, samples, ten
 from diffpure.data.choice import ALL, expand, normal
 from diffpure.data.subsets import named
 from diffpure.errors import InputError, unknown
-from diffpure.validate import check_images, check_labels
+from diffpure.validate import as_images, as_labels
 
 USUAL: Final = 64  # images, where a spec does not choose
 
@@ -106,9 +106,8 @@ def load(spec: DataSpec, base: Path | None = None) -> Dataset:
     source = SOURCES[spec.source](**given)
     indices = _chosen(spec, len(source))
     images, labels = source.batch(indices)
-    check_images(images)
-    check_labels(labels, len(images), len(source.classes) or None)
-    return Dataset(images, labels, indices, source.classes)
+    labels = as_labels(labels, len(images), len(source.classes) or None)
+    return Dataset(as_images(images), labels, indices, source.classes)
 
 
 def _chosen(spec: DataSpec, size: int) -> tuple[int, ...]:

@@ -20,12 +20,12 @@ from typing import Any, final
 
 from diffpure.evaluation.evaluate import Tick
 from diffpure.evaluation.gallery import Gallery
-from diffpure.evaluation.results import Rate, Result
-from diffpure.evaluation.spec import EvaluationSpec
+from diffpure.evaluation.results import Result
+from diffpure.evaluation.rows import Rate
 from diffpure.evaluation.store import IMAGES
 from diffpure.evaluation.units import Unit
-from diffpure.experiments.pictures import gallery_of
-from diffpure.experiments.run import run, run_folder
+from diffpure.experiments.load import gallery_of, run_folder, run_spec
+from diffpure.experiments.spec import EvaluationSpec
 
 Progress = Callable[[str, int, int], None]  # (what, done, of)
 
@@ -75,7 +75,7 @@ def run_demo(config: DemoConfig, home: Path, progress: Progress = lambda *_: Non
 
     def measure(spec: EvaluationSpec) -> Result:
         folder = run_folder(spec, home)
-        found.append((folder, run(spec, folder, progress=_tell(progress, spec.name))))
+        found.append((folder, run_spec(spec, folder, progress=_tell(progress, spec.name))))
         return found[-1][1]
 
     pgd, adapted = "PGD-20", f"PGD-{config.iterations}, EOT {config.samples}, exact gradient"
@@ -117,7 +117,7 @@ def _spec(
         {
             "name": name,
             "model": model,
-            "data": {"images": tuple(range(images)), **(source or {})},
+            "data": {"images": f"0-{images - 1}", **(source or {})},
             "attacks": [] if attack is None else [attack],
             "rules": ["one-shot"],
             "seeds": [config.seed],

@@ -1,182 +1,162 @@
 """From a spec to its evaluation: load what it names, then estimate, run or verify.
 
-spec = EvaluationSpec.read("specs/cifar10-small-linf.toml")
-result = run(spec, run_folder(spec))            # killed at any moment, the same call goes on
+spec, base = EvaluationSpec.read("specs/mine.toml"), Path("specs")
+result = run_spec(spec, run_folder(spec), Loader(base=base))      # killed at any moment, the same call goes on
 print(result, verify_run(run_folder(spec)))
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final, final
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from diffpure.classifiers.load import load_classifier
-from diffpure.data import cifar10, samples
-from diffpure.errors import InputError, unknown
+from diffpure.data.sources import Dataset
+from diffpure.data.sources import load as load_data
+from diffpure.errors import InputError
+from diffpure.evaluation.cost import Estimate
 from diffpure.evaluation.engine import Engine
-from diffpure.evaluation.estimate import Estimate
-from diffpure.evaluation.evaluate import Choice, Progress, Ready, evaluate, prepare
-from diffpure.evaluation.results import Result, read_rows
-from diffpure.evaluation.spec import DataSpec, EvaluationSpec, ModelSpec
+from diffpure.evaluation.evaluate import Choice, Progress, run
+from diffpure.evaluation.gallery import Gallery
+from diffpure.evaluation.pictures import make_gallery
+from diffpure.evaluation.results import Result
+from diffpure.evaluation.rows import read_rows
+from diffpure.evaluation.setup import Evaluation, Settings, set_up
 from diffpure.evaluation.verify import Verification, verify
+from diffpure.experiments.spec import EvaluationSpec, ModelSpec, Reference
+from diffpure.models.code import is_code, load_object
+from diffpure.purifiers import make_purifier
 from diffpure.purifiers.diffusion import Purifier
-from diffpure.purify import Defense
+from diffpure.purify import Defense, PurifierBase, as_purifier
 from diffpure.scores.load import load_score
-
-WEIGHTS: Final = (".pt", ".pth", ".ckpt", ".onnx", ".safetensors")  # how a file of weights ends
 
 
 @final
 @dataclass(frozen=True)
-class World:
-    """What a spec names, loaded: a model, images (B, C, H, W) in [0, 1] and labels (B,)."""
+class Loader:
+    """How a spec's names become a model and images.
 
-    model: nn.Module
-    images: Tensor
-    labels: Tensor
+    base: the folder that relative paths start from, which is that of the spec's file.   device: where the model goes.
+    allow_code: whether names that run code (`python:`, TorchScript, ONNX) may be loaded in this call.
+    """
 
+    base: Path | None = None
+    device: str | torch.device = "cpu"
+    allow_code: bool = False
 
-Build = Callable[[EvaluationSpec], World]
+    def model(self, spec: ModelSpec) -> nn.Module:
+        """The undefended classifier, or the defence that purifies before it."""
+        classifier = load_classifier(**self._arguments(spec.classifier))
+        if not spec.defended:
+            return classifier.to(self.device)
+        return Defense(self._purifier(spec), classifier).to(self.device)
 
+    def data(self, spec: EvaluationSpec) -> Dataset:
+        """The images of a spec."""
+        return load_data(spec.data, self.base)
 
-def build(spec: EvaluationSpec, device: str | torch.device = "cpu") -> World:
-    """Load the model and the images of a spec."""
-    images, labels = load_images(spec.data)
-    return World(load_model(spec.model).to(device), images, labels)
+    def evaluation(self, spec: EvaluationSpec, *, memory: int | None = None, per_call: int | None = None) -> Evaluation:
+        """The checked evaluation of a spec."""
+        model, data = self.model(spec.model), self.data(spec)
+        settings = Settings(
+            rules=spec.rules,
+            seeds=spec.seeds,
+            batch=spec.batch,
+            per_call=per_call,
+            memory=memory,
+            indices=data.indices,
+            name=spec.name,
+            class_names=data.class_names,
+            spec=spec.plain(),
+        )
+        return set_up(model, data.images, data.labels, spec.threat, spec.make_attacks(), settings)
 
+    def _purifier(self, spec: ModelSpec) -> PurifierBase:
+        if spec.purifier is None:
+            score = load_score(**self._arguments(spec.score))
+            return Purifier(score, spec.sampler, spec.gradient, rounds=spec.rounds)
+        arguments = dict(spec.purifier) if isinstance(spec.purifier, Mapping) else {}
+        kind = str(arguments.pop("kind", ""))
+        if not is_code(kind):
+            return make_purifier(kind, {"gradient": spec.gradient, "rounds": spec.rounds, **arguments})
+        made = as_purifier(load_object(kind, arguments, self.allow_code, self.base))
+        return made.with_gradient(spec.gradient)
 
-def load_model(spec: ModelSpec) -> nn.Module:
-    """The bare classifier, or the defence that purifies before it."""
-    classifier = load_classifier(_name_or_file(spec.classifier), like=spec.classifier_like)
-    if spec.score is None:
-        return classifier
-    score = load_score(_name_or_file(spec.score), like=spec.score_like)
-    purifier = Purifier(score, spec.make_sampler(), spec.gradient, rounds=spec.rounds)
-    return Defense(purifier, classifier)
-
-
-def load_images(spec: DataSpec) -> tuple[Tensor, Tensor]:
-    """The chosen images (N, C, H, W) and their labels (N,)."""
-    if spec.source not in SOURCES:
-        raise unknown("source of images", spec.source, SOURCES)
-    images, labels = SOURCES[spec.source](spec.path)
-    if (last := max(spec.images)) >= len(images):
-        raise InputError(f"The source {spec.source!r} has {len(images)} images, so there is no image {last}.")
-    chosen = torch.tensor(spec.images)
-    return images[chosen], labels[chosen]
-
-
-def _name_or_file(name: str) -> str:
-    """A name as it is; what looks like a file must be there."""
-    looks_like_file = Path(name).suffix in WEIGHTS or name.startswith((".", "/"))
-    if looks_like_file and not Path(name).exists():
-        raise InputError(f"The spec names the file {name}, which is not there.")
-    return name
-
-
-def _samples(path: str | None) -> tuple[Tensor, Tensor]:
-    return samples.samples()
-
-
-def _cifar10(path: str | None) -> tuple[Tensor, Tensor]:
-    stored = cifar10.load("test", path)
-    return stored.float(), stored.labels
-
-
-def _file(path: str | None) -> tuple[Tensor, Tensor]:
-    if path is None or not Path(path).is_file():
-        raise InputError(f"A source of kind 'file' needs a path to a safetensors file, and {path} is none.")
-    try:
-        tensors = load_file(path)
-        return tensors["images"], tensors["labels"]
-    except (SafetensorError, KeyError) as error:
-        raise InputError(f"{path} is no safetensors file with `images` and `labels`.") from error
+    def _arguments(self, reference: Any) -> dict[str, Any]:
+        assert isinstance(reference, Reference)
+        options = {"allow_code": self.allow_code, "base": self.base, "arguments": reference.arguments}
+        return {"name": reference.name, "like": reference.like, **{k: v for k, v in options.items() if v}}
 
 
-# Where images come from, by the name a spec calls it; each is given the spec's path.
-SOURCES: Final[dict[str, Callable[[str | None], tuple[Tensor, Tensor]]]] = {
-    "cifar10-samples": _samples,
-    "cifar10": _cifar10,
-    "file": _file,
-}
+PLAIN: Final = Loader()
 
 
 def run_folder(spec: EvaluationSpec, parent: str | Path = "runs") -> Path:
-    """The folder of a run: its hash names it."""
-    return Path(parent) / spec.hash
+    """The folder of a run: its name and hash; one of an earlier name but the same hash is gone on with."""
+    parent = Path(parent)
+    there = sorted(parent.glob(f"*{spec.hash}")) if parent.is_dir() else []
+    return there[0] if there else parent / spec.folder_name
 
 
-def run(
+def run_spec(
     spec: EvaluationSpec,
     folder: str | Path,
+    loader: Loader = PLAIN,
     *,
     engine: Engine | None = None,
     memory: int | None = None,
     only: Choice | None = None,
     progress: Progress | None = None,
     on_estimate: Callable[[Estimate], None] | None = None,
-    build: Build = build,
 ) -> Result:
     """Evaluate a spec into a folder; called again after a kill, it goes on and ends with the same rows."""
-    world = build(spec)
-    return evaluate(
-        world.model,
-        world.images,
-        world.labels,
-        spec.threat.make(),
-        spec.make_attacks(),
-        **_settings(spec),
-        memory=memory,
-        probe=spec.probe,
-        only=only,
-        out=folder,
-        engine=engine,
-        progress=progress,
-        on_estimate=on_estimate,
-    )
+    evaluation = loader.evaluation(spec, memory=memory, per_call=_begun(folder))
+    return run(evaluation, folder, spec.probe, engine, progress, only, on_estimate)
 
 
-def estimate_run(spec: EvaluationSpec, *, memory: int | None = None, build: Build = build) -> Estimate:
-    """What a spec will cost on this machine."""
-    return _ready(spec, memory, build).estimate
+def _begun(folder: str | Path) -> int | None:
+    """The images per call of a run that was begun in a folder: it goes on with them."""
+    try:
+        header, _ = read_rows(folder, on_bad=lambda _: None)
+    except InputError:
+        return None
+    return int(header["per_call"])
 
 
 def verify_run(
-    folder: str | Path, *, build: Build = build, progress: Callable[[int, int], None] | None = None
+    folder: str | Path,
+    loader: Loader = PLAIN,
+    *,
+    again: int = 0,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Verification:
     """Check a run of a spec from its files alone."""
     header, _ = read_rows(folder, on_bad=lambda _: None)
     if header.get("spec") is None:
-        raise InputError(f"{folder} was made without a spec; check it with `verify` and the model itself.")
-    return verify(folder, _ready(EvaluationSpec.of(header["spec"]), None, build), progress=progress)
-
-
-def _ready(spec: EvaluationSpec, memory: int | None, build: Build) -> Ready:
-    world = build(spec)
-    threat, attacks = spec.threat.make(), spec.make_attacks()
-    return prepare(world.model, world.images, world.labels, threat, attacks, **_settings(spec), memory=memory)
-
-
-def _settings(spec: EvaluationSpec) -> dict[str, Any]:
-    return {
-        "rules": spec.rules,
-        "seeds": spec.seeds,
-        "batch": spec.batch,
-        "indices": spec.data.images,
-        "name": spec.name,
-        "spec": {key: value for key, value in spec.plain().items() if key != "name"},
-    }
+        raise InputError(f"{folder} was made without a spec; check it with `dp.verify` and the model itself.")
+    evaluation = loader.evaluation(EvaluationSpec.of(header["spec"]), per_call=header["per_call"])
+    return verify(folder, evaluation, again=again, progress=progress)
 
 
 def shipped_specs() -> dict[str, Path]:
     """The specs inside the package, by name."""
     folder = Path(str(resources.files("diffpure.experiments").joinpath("specs")))
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def gallery_of(folder: str | Path, count: int = 8, loader: Loader = PLAIN) -> Gallery:
+    """The pictures of a finished run of a spec: those that were kept, or new ones made with its model."""
+    result = Result.load(folder)
+    kept = Gallery.load(Path(folder), result.header)
+    if kept is not None and len(kept.labels) >= min(count, len(result.indices), result.header["batch"]):
+        return kept
+    if result.header.get("spec") is None:
+        raise InputError("The run was made without a spec, so its model cannot be loaded.")
+    spec = EvaluationSpec.of(result.header["spec"])
+    return make_gallery(folder, loader.evaluation(spec, per_call=result.header["per_call"]), count)

@@ -12,7 +12,7 @@ from typing import Final
 
 from diffpure.disk import one_sentence, write_whole
 from diffpure.errors import unknown
-from diffpure.evaluation.results import CLEAN, MINIMUM, WORST
+from diffpure.evaluation.rows import CLEAN, MINIMUM, WORST
 from diffpure.report import plots
 from diffpure.report.cards import STYLE as CARDS
 from diffpure.report.cards import cards, data_url

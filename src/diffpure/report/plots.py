@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from diffpure.evaluation.results import CLEAN, WORST, Rate
+from diffpure.evaluation.rows import CLEAN, WORST, Rate
 from diffpure.report.runs import Run
 
 STANDARD, ROBUST = "#1f6feb", "#c62828"

@@ -14,7 +14,8 @@ from safetensors.numpy import load_file
 
 from diffpure.errors import InputError
 from diffpure.evaluation.gallery import Gallery, eight_bits, strongest
-from diffpure.evaluation.results import CLEAN, MINIMUM, WORST, Result, slug
+from diffpure.evaluation.results import Result
+from diffpure.evaluation.rows import CLEAN, MINIMUM, WORST, slug
 
 COLUMNS: Final = ("run", "model", "threat", "attack", "rule", "images", "accuracy", "low", "high", "gradient")
 # What a run may be swept over: a name, and where it stands in the spec.

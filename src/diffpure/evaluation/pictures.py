@@ -1,0 +1,66 @@
+"""The pictures of a run, made with its model: what the recorded seeds and the kept adversarial images give again.
+
+The purified picture of an image is the one that the first evaluation sample classified.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diffpure.attacks.losses import call
+from diffpure.errors import InputError
+from diffpure.evaluation.gallery import GIVEN, Gallery, eight_bits, strongest
+from diffpure.evaluation.results import Result
+from diffpure.evaluation.rows import CLEAN
+from diffpure.evaluation.setup import Evaluation
+from diffpure.evaluation.store import IMAGES, read_tensors
+from diffpure.evaluation.units import Unit, attack_seeds, device_of, evaluation_seeds, threads
+
+
+def make_gallery(folder: str | Path, evaluation: Evaluation, count: int = 8) -> Gallery:
+    """The first images of a finished run under its strongest attack, in stages; they are kept in its folder.
+
+    A run without attacks shows its images as they were given.
+    """
+    folder, result = Path(folder), Result.load(folder)
+    if evaluation.header["model"]["parts"] != result.header["model"]["parts"]:
+        raise InputError("The model at hand is not that of the run.")
+    with threads(result.header["threads"]):
+        made = _gallery(folder, result, evaluation.planned(result.header), count)
+    made.save(folder, result.header)
+    return made
+
+
+@torch.no_grad()
+def _gallery(folder: Path, result: Result, evaluation: Evaluation, count: int) -> Gallery:
+    attack, job = strongest(result), evaluation.job
+    unit = Unit(result.seeds[0], attack, 0, min(result.header["batch"], len(evaluation.images)))
+    shown = slice(0, min(count, unit.stop))
+    device = device_of(job.model)
+    stages = {GIVEN if attack == CLEAN else "clean": evaluation.images[shown].to(device)}
+    if attack != CLEAN:
+        stages["attacked"] = read_tensors(folder / IMAGES / unit.file)["images"][shown].to(device)
+    seeds = evaluation_seeds(job, unit, attack_seeds(unit, result.indices[shown]))[:: job.samples]
+    purifier = getattr(job.model, "purifier", None)
+    if purifier is not None:
+        stages |= purifier.stages(list(stages.values())[-1], seeds)
+    classifier = job.model if purifier is None else job.model.classifier  # type: ignore[attr-defined]
+    sure, classes = torch.stack([_probabilities(classifier, x, seeds) for x in stages.values()]).max(2)
+    return Gallery(
+        attack=attack,
+        stages=tuple(stages),
+        pictures=np.stack([eight_bits(x.cpu().numpy()) for x in stages.values()]),
+        classes=classes.cpu().numpy(),
+        confidence=sure.float().cpu().numpy(),
+        labels=evaluation.labels[shown].numpy(),
+        names=tuple(result.header["classes"]),
+    )
+
+
+def _probabilities(classifier: object, x: Tensor, seeds: tuple[int, ...]) -> Tensor:
+    logits: Tensor = call(classifier, x, seeds)  # type: ignore[arg-type]
+    return logits.softmax(1)
