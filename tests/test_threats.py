@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from diffpure.errors import InputError
 from diffpure.noise import Noise
-from diffpure.threats import L2, THREATS, Flow, Linf, Norm, ThreatModel, threat
+from diffpure.threats import L2, THREATS, Flow, Linf, Norm, ThreatModel, threat_of
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(2, 9), st.integers(2, 9))
 sizes = st.floats(1e-3, 2.0)
