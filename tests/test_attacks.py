@@ -22,7 +22,6 @@ from diffpure.attacks import (
     PGD_LEE_KIM,
     TRANSFER,
     Attack,
-    Cost,
     LogitLoss,
     Square,
     StAdv,
@@ -124,7 +123,7 @@ def test_the_suites_are_the_published_ones():
     assert [a.name for a in AUTOATTACK_RAND] == ["apgd-ce", "apgd-dlr"]
     assert all(a.eot.samples == 20 and a.iterations == 100 for a in AUTOATTACK_RAND)
     assert AUTOATTACK_STANDARD[1].steps(10) == 9 * 101
-    assert AUTOATTACK_STANDARD[3].cost(10) == Cost(0, 5001)
+    assert sum(s.queries for s in AUTOATTACK_STANDARD[3].account(10)) == 5001
     assert (BPDA_EOT.attack.eot, BPDA_EOT.defence_samples) == (EOT(15, "logits"), 150)
     assert (PGD_LEE_KIM.iterations, PGD_LEE_KIM.step_size, PGD_LEE_KIM.eot.samples) == (200, 0.007, 20)
     assert (StAdv().iterations, StAdv().lr, StAdv().smoothness) == (100, 0.01, 0.0025)
@@ -225,7 +224,7 @@ def nan(images: Tensor) -> Tensor:
         ({"attack": StAdv()}, "works on the threat Flow"),
         ({"attack": Transfer(attack=PGD())}, "has no part 'classifier'"),
         ({"attack": PGD(loss="reconstruction")}, "needs a model that returns images"),
-        ({"seeds": [1, 2]}, "one an image"),
+        ({"seeds": [1, 2]}, "one per image"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )

@@ -21,7 +21,6 @@ from diffpure.diffusion.gradients import (
     Surrogate,
     gradient_mode,
     graph_bytes,
-    is_approximate,
 )
 from diffpure.diffusion.samplers import FewStep, Langevin, ProbabilityFlow, ReverseSDE
 from diffpure.errors import InputError
@@ -262,14 +261,14 @@ def test_bpda_is_the_identity_on_the_way_back():
 
 
 def test_names_and_errors():
-    assert {name: is_approximate(gradient_mode(name)) for name in GRADIENT_MODES} == {
+    assert {name: gradient_mode(name).approximate for name in GRADIENT_MODES} == {
         "exact": False,
         "adjoint": True,
         "backprop": False,
         "surrogate": True,
         "bpda": True,
     }
-    assert is_approximate(lambda path, x: x)
+    assert gradient_mode({"kind": "adjoint", "times": "end"}) == Adjoint(times="end")
     with pytest.raises(InputError, match="did you mean 'adjoint'"):
         gradient_mode("ajoint")
     with pytest.raises(InputError, match="at least 0"):

@@ -128,8 +128,9 @@ def test_with_gradient_shares_the_weights():
     model = defense()
     other = model.with_gradient("bpda")
     assert other.purifier.score is model.purifier.score
-    assert other.purifier.approximate_gradient
-    assert not model.purifier.approximate_gradient
+    assert other.purifier.gradient.approximate
+    assert not model.purifier.gradient.approximate
+    assert other.purifier._modules is not model.purifier._modules
     x, seeds = images(2), [1, 2]
     assert torch.allclose(model(x, seeds), other(x, seeds), atol=1e-5)
 
@@ -155,11 +156,11 @@ INF[1, 2, 3, 3] = float("inf")
         (2 * images(2) - 1, "in \\[0, 1\\], got values from"),
         ((images(2) * 255).to(torch.uint8), "float tensor in \\[0, 1\\], got dtype torch.uint8"),
         (images(2)[0], "add a batch dimension"),
-        (images(2)[:, :1], "1 channels, but this score model wants 3"),
+        (images(2)[:, :1], "1 channels, but this purifier wants 3"),
         (NAN, "NaN or infinite"),
         (INF, "NaN or infinite"),
         (images(2)[:0], "empty"),
-        ([[1.0]], "got list"),
+        ([["a"]], "got list"),
     ],
 )
 def test_bad_images_get_one_sentence(bad, message):
@@ -170,7 +171,7 @@ def test_bad_images_get_one_sentence(bad, message):
 
 
 def test_other_bad_input():
-    with pytest.raises(dp.InputError, match="one an image: got 1 seeds for 2"):
+    with pytest.raises(dp.InputError, match="one per image: got 1 seeds for 2"):
         defense()(images(2), [1])
     with pytest.raises(dp.InputError, match="did you mean 'exact'"):
         defense("exakt")
@@ -180,7 +181,7 @@ def test_other_bad_input():
         dp.Purifier(tiny_unet(), rounds=0)
     with pytest.raises(dp.InputError, match="classifier is called"):
         dp.Defense(dp.Purifier(tiny_unet()), "resnet")
-    with pytest.raises(dp.InputError, match="returns logits \\(2, classes\\), got \\(2, 3, 8, 8\\)"):
+    with pytest.raises(dp.InputError, match="returns logits \\(2, two or more classes\\), got \\(2, 3, 8, 8\\)"):
         dp.Defense(dp.Purifier(tiny_unet(), FAST), lambda x: x)(images(2))
     with pytest.raises(AttributeError, match="no attribute 'Purifyer'"):
         dp.Purifyer  # noqa: B018

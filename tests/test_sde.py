@@ -130,7 +130,7 @@ def test_children_differ_from_their_parents(seed, tag):
 
 
 def test_bad_arguments():
-    with pytest.raises(InputError, match="one an image: got 3 seeds for 2"):
+    with pytest.raises(InputError, match="one per image: got 3 seeds for 2"):
         Noise.of([1, 2, 3], 2)
     with pytest.raises(InputError, match="beta_min"):
         VPSDE(0.0, 1.0)

@@ -82,11 +82,11 @@ class ThreatModel(ABC):
     def within(self, x: Tensor, z: Tensor, *, eight_bit: bool = False) -> Tensor:
         """Whether each perturbation keeps the budget: (B,) bool.
 
-        The only tolerance is the rounding of z's own dtype; with `eight_bit` the saved 8-bit images are compared
-        in whole levels, without any.
+        The only tolerance is the rounding of z's own dtype, at most that of float32; with `eight_bit` the saved 8-bit
+        images are compared in whole levels, without any.
         """
         size = self._levels(x, z) / LEVELS if eight_bit else self.size(z)
-        slack = 1e-9 if eight_bit else 4 * torch.finfo(z.dtype).eps
+        slack = 1e-9 if eight_bit else 4 * min(torch.finfo(z.dtype).eps, torch.finfo(torch.float32).eps)
         return torch.isfinite(size) & (size <= self.eps * (1 + slack))
 
     def _levels(self, x: Tensor, z: Tensor) -> Tensor:

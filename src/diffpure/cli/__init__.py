@@ -8,11 +8,11 @@ import sys
 from rich.console import Console
 from rich.markup import escape
 
-from diffpure.cli import demo, evaluation, images, machine, models, reporting, training
+from diffpure.cli import demo, evaluation, images, machine, models, reporting, tables, training
 from diffpure.cli.base import app
 from diffpure.errors import InputError
 
-__all__ = ["app", "demo", "evaluation", "images", "machine", "main", "models", "reporting", "training"]
+__all__ = ["app", "demo", "evaluation", "images", "machine", "main", "models", "reporting", "tables", "training"]
 
 
 def main() -> None:

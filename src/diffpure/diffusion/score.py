@@ -100,8 +100,13 @@ class FunctionScore(nn.Module):
 
     def epsilon_step(self, x: Tensor, i: Tensor) -> Tensor:
         """-std(t)·score at t = (i+1)/N."""
-        t = (i.to(torch.float64) + 1) / STEPS
-        return -over(self.sde.std(t), x) * self.score(x, t)
+        return epsilon_of(self.score, self.sde, x, i)
+
+
+def epsilon_of(score: Callable[[Tensor, Tensor], Tensor], sde: Schedule, x: Tensor, i: Tensor) -> Tensor:
+    """ε̂ = -std(t)·score at the times t = (i+1)/N at which the discrete steps i (B,) end."""
+    t = (i.to(torch.float64) + 1) / STEPS
+    return -over(sde.std(t), x) * score(x, t)
 
 
 def as_score(score: Any) -> ScoreModel:
@@ -149,6 +154,11 @@ class GaussianScore:
     variance: float = 1.0
     sde: Schedule = VPSDE()
     size: int | None = None
+    channels: int | None = None
+
+    def epsilon_step(self, x: Tensor, i: Tensor) -> Tensor:
+        """-std(t)·score at t = (i+1)/N."""
+        return epsilon_of(self, self.sde, x, i)
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
         alpha = self.sde.alpha(t)
