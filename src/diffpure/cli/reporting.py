@@ -19,23 +19,23 @@ def report(
         str | None, typer.Option("--format", help="html, md, csv, json, png or pdf; from --out's ending.")
     ] = None,
     pictures: Annotated[
-        int, typer.Option(min=0, help="Images to show purified, as the run did it; they are kept with it.")
+        int, typer.Option(min=0, help="Images to show, purified as the run did it; their pictures are kept with it.")
     ] = 8,
     threads: Threads = None,
 ) -> None:
-    """Write one self-contained page about evaluations: warnings first, then rates with intervals, pictures, cost."""
+    """Write one self-contained page about evaluations: the conclusion, warnings, rates with intervals, pictures."""
     use_threads(threads)
     from diffpure.report.page import write
     from diffpure.report.runs import read_run
 
     kind = kind or out.suffix.lstrip(".") or "html"
-    found = [read_run(folder) for folder in runs]
+    found = [read_run(folder, pictures=pictures) for folder in runs]
     if kind == "html" and pictures:
         with console.status("Making pictures …"):
             remarks = [_make_pictures(run.folder, pictures) for run in found]
-            found = [read_run(path, remark) for path, remark in zip(runs, remarks, strict=True)]
+            found = [read_run(path, remark, pictures) for path, remark in zip(runs, remarks, strict=True)]
     write(found, out, kind)
-    console.print(f"Report: {out}", soft_wrap=True)
+    console.print(f"Report: {out}", soft_wrap=True, markup=False)
 
 
 def _make_pictures(folder: Path, count: int) -> str:

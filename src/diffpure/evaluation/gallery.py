@@ -1,6 +1,6 @@
 """Pictures of a run, kept beside its rows: the first images in stages, each with the class and confidence it was given.
 
-    clean → attacked                        of a bare classifier
+    clean → attacked                        of an undefended classifier
     clean → attacked → diffused → purified  of a defence: what its classifier says of each picture alone
     given → …                               of a run without attacks
 
@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self, final
 
@@ -24,11 +24,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from diffpure.disk import write_whole
+from diffpure.errors import InputError
 from diffpure.evaluation.results import Result
 from diffpure.evaluation.rows import CLEAN
 
 FILE: Final = "pictures.safetensors"  # in the folder of a run
 GIVEN: Final = "given"  # the first stage of a run without attacks
+ATTACKED: Final = "attacked"
+DIFFUSED: Final = "diffused"  # noise that nobody classifies, so it has no caption
 
 
 @final
@@ -36,7 +39,7 @@ GIVEN: Final = "given"  # the first stage of a run without attacks
 class Gallery:
     """Pictures (S, N, C, H, W) of N images in S stages, 8-bit; classes and confidence (S, N), labels (N,).
 
-    A confidence that is not known is NaN.   names: of the classes, or none.
+    A confidence that is not known is NaN.   names: of the classes, or none.   C is 1 or 3.
     """
 
     attack: str
@@ -47,15 +50,37 @@ class Gallery:
     labels: NDArray[np.int64]
     names: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        shape, each = self.pictures.shape, (len(self.stages), len(self.labels))
+        fits = len(shape) == 5 and shape[:2] == self.classes.shape == self.confidence.shape == each
+        kinds = (self.pictures.dtype.kind, self.classes.dtype.kind, self.confidence.dtype.kind, self.labels.dtype.kind)
+        if (
+            not fits
+            or shape[2] not in (1, 3)
+            or 0 in (shape[0], *shape[3:])
+            or kinds != ("u", "i", "f", "i")
+            or self.labels.ndim != 1
+        ):
+            raise InputError(
+                f"Pictures are 8-bit (S, N, 1 or 3, H, W) with classes and confidence (S, N), got {shape}."
+            )
+        if not all(isinstance(text, str) for text in (self.attack, *self.stages, *self.names)):
+            raise InputError("The attack, the stages and the classes of pictures are called by texts.")
+
+    def first(self, count: int) -> Self:
+        """The pictures of the first images alone."""
+        some = {key: getattr(self, key)[:, :count] for key in ("pictures", "classes", "confidence")}
+        return replace(self, **some, labels=self.labels[:count])
+
     def caption(self, stage: int, image: int) -> tuple[str, bool]:
-        """The class and confidence of a picture in words, and whether the class is right."""
+        """The class and confidence of a picture in words (none of a diffused one), and whether the class is right."""
         k, sure = int(self.classes[stage, image]), float(self.confidence[stage, image])
         words = self.class_name(k) + ("" if math.isnan(sure) else f" {100 * sure:.0f}\N{NO-BREAK SPACE}%")
-        return words, k == int(self.labels[image])
+        return "" if self.stages[stage] == DIFFUSED else words, k == int(self.labels[image])
 
     def class_name(self, k: int) -> str:
         """What a class is called."""
-        return self.names[k] if k < len(self.names) else f"class {k}"
+        return self.names[k] if 0 <= k < len(self.names) else f"class {k}"
 
     def save(self, folder: Path, header: Mapping[str, Any]) -> None:
         """Keep the pictures with the run that has this header; a folder that cannot be written to is left alone."""

@@ -1,4 +1,4 @@
-"""Plots of runs in one style: accuracy along an axis, and standard against robust accuracy."""
+"""Plots of runs in one style: accuracy along an axis, and accuracy under no attack against the worst case."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
+from diffpure.evaluation.results import TITLES
 from diffpure.evaluation.rows import CLEAN, WORST, Rate
-from diffpure.report.runs import Run
+from diffpure.report.runs import ReportedRun
 
 STANDARD, ROBUST = "#1f6feb", "#c62828"
 STYLE: Any = {
@@ -26,34 +27,40 @@ STYLE: Any = {
 }
 
 
-def along(axis: str, points: Sequence[tuple[float, Run]]) -> Figure:
-    """Standard and worst-case accuracy with intervals along an axis."""
+def along(axis: str, points: Sequence[tuple[float, ReportedRun]]) -> Figure:
+    """Accuracy under no attack and in the worst case, with intervals, along an axis."""
     with plt.rc_context(STYLE):
         figure, ax = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
-        lines = ((CLEAN, STANDARD, "standard"), (WORST, ROBUST, "robust, worst case"))
-        for what, colour, name in lines if all(run.result.attacks for _, run in points) else lines[:1]:
+        lines = ((CLEAN, STANDARD), (WORST, ROBUST))
+        for what, colour in lines if all(run.result.attacks for _, run in points) else lines[:1]:
             rates = [run.result.rate(what) for _, run in points]
             values = [value for value, _ in points]
             heights = [100 * rate.value for rate in rates]
-            ax.errorbar(values, heights, yerr=_bars(rates), fmt="o-", color=colour, capsize=3, label=name)
-        ax.set(xlabel=axis, ylabel="accuracy (%)", ylim=(-3, 103))
+            ax.errorbar(values, heights, yerr=_bars(rates), fmt="o-", color=colour, capsize=3, label=TITLES[what])
+        ax.set(xlabel=_literal(axis), ylabel="accuracy (%)", ylim=(-3, 103))
         ax.legend(frameon=False)
     return figure
 
 
-def trade_off(runs: Sequence[Run]) -> Figure:
-    """Standard against worst-case accuracy, one point a run."""
+def trade_off(runs: Sequence[ReportedRun]) -> Figure:
+    """Accuracy under no attack against the worst case per image, one point per run."""
     with plt.rc_context(STYLE):
-        names = [textwrap.fill(run.name, 75) for run in runs]
+        names = [textwrap.fill(_literal(run.name), 75) for run in runs]
         lines = sum(1 + name.count("\n") for name in names)
         figure, ax = plt.subplots(figsize=(5.2, 3.4 + 0.17 * lines), layout="constrained")
         for run, name in zip(runs, names, strict=True):
             clean, robust = run.result.clean(), run.result.robust()
-            place = ([100 * clean.value], [100 * robust.value])
-            ax.errorbar(*place, xerr=_bars([clean]), yerr=_bars([robust]), fmt="o", capsize=3, label=name)
-        ax.set(xlabel="standard accuracy (%)", ylabel="robust accuracy (%)", xlim=(-3, 103), ylim=(-3, 103))
+            point = ([100 * clean.value], [100 * robust.value])
+            ax.errorbar(*point, xerr=_bars([clean]), yerr=_bars([robust]), fmt="o", capsize=3, label=name)
+        across, up = (f"accuracy, {TITLES[what]} (%)" for what in (CLEAN, WORST))
+        ax.set(xlabel=across, ylabel=up, xlim=(-3, 103), ylim=(-3, 103))
         figure.legend(loc="outside lower left", frameon=False, fontsize=8)  # names may be longer than the plot is wide
     return figure
+
+
+def _literal(text: str) -> str:
+    """A text that is drawn as it is: no mathematics, and no leading underscore, which would hide it from a legend."""
+    return ("\N{NO-BREAK SPACE}" if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
 def _bars(rates: Sequence[Rate]) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""Strips of images: one row a stage (clean, attacked, diffused, purified), one column an image."""
+"""Strips of images: one row per stage (clean, attacked, diffused, purified), one column per image."""
 
 from __future__ import annotations
 
