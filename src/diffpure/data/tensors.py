@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,11 +45,20 @@ def source(*, path: Path) -> Tensors:
         if not {"images", "labels"} <= set(file.keys()):
             raise InputError(f"{path.name} holds {', '.join(file.keys())}, but `images` and `labels` are wanted.")
         shape, labels = file.get_slice("images").get_shape(), file.get_tensor("labels")
+        classes = _names((file.metadata() or {}).get("classes", "[]"))
     if labels.is_floating_point() or labels.ndim != 1:
         raise InputError(f"The labels of {path.name} are whole numbers (N,), got {labels.dtype} {tuple(labels.shape)}.")
     if not shape or shape[0] != len(labels) or not len(labels):
         raise InputError(f"{path.name} has images {tuple(shape)} but {len(labels)} labels; one per image is wanted.")
-    return Tensors(path, labels.to(torch.int64))
+    return Tensors(path, labels.to(torch.int64), classes)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """The names of the classes that a run keeps with its images, or none where they are damaged."""
+    try:
+        return tuple(map(str, json.loads(text)))
+    except (ValueError, TypeError):
+        return ()
 
 
 @contextlib.contextmanager

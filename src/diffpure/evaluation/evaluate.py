@@ -7,6 +7,7 @@ that is killed goes on where it was, and ends with the same rows.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -107,7 +108,8 @@ def run(
         with threads(store.header["threads"]):
             for done in engine.run(evaluation, missing, tick, Keeper(store.save_run, store.saved_run)):
                 if done.tensors:
-                    store.save_tensors(f"{IMAGES}/{done.unit.file}", done.tensors)
+                    names = {"classes": json.dumps(store.header.get("classes", []))}
+                    store.save_tensors(f"{IMAGES}/{done.unit.file}", done.tensors, names)
                 store.append([row for row in done.rows if row.key not in have])
                 store.forget_run()
         if not missing and (Path(out) / SUMMARY).is_file():

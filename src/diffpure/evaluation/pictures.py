@@ -18,7 +18,7 @@ from diffpure.evaluation.results import Result
 from diffpure.evaluation.rows import CLEAN
 from diffpure.evaluation.setup import Evaluation
 from diffpure.evaluation.store import IMAGES, read_tensors
-from diffpure.evaluation.units import Unit, attack_seeds, device_of, evaluation_seeds, threads
+from diffpure.evaluation.units import attack_seeds, device_of, evaluation_seeds, threads
 
 
 def make_gallery(folder: str | Path, evaluation: Evaluation, count: int = 8) -> Gallery:
@@ -37,14 +37,14 @@ def make_gallery(folder: str | Path, evaluation: Evaluation, count: int = 8) -> 
 
 @torch.no_grad()
 def _gallery(folder: Path, result: Result, evaluation: Evaluation, count: int) -> Gallery:
-    attack, job = strongest(result), evaluation.job
-    unit = Unit(result.seeds[0], attack, 0, min(result.header["batch"], len(evaluation.images)))
-    shown = slice(0, min(count, unit.stop))
-    device = device_of(job.model)
+    attack, job, device = strongest(result), evaluation.job, device_of(evaluation.job.model)
+    units = [u for u in evaluation.units if u.attack == attack and u.seed == result.seeds[0] and u.start < count]
+    shown = slice(0, min(count, units[-1].stop))
     stages = {GIVEN if attack == CLEAN else "clean": evaluation.images[shown].to(device)}
     if attack != CLEAN:
-        stages["attacked"] = read_tensors(folder / IMAGES / unit.file)["images"][shown].to(device)
-    seeds = evaluation_seeds(job, unit, attack_seeds(unit, result.indices[shown]))[:: job.samples]
+        kept = [read_tensors(folder / IMAGES / unit.file)["images"] for unit in units]
+        stages["attacked"] = torch.cat(kept)[shown].to(device)
+    seeds = evaluation_seeds(job, units[0], attack_seeds(units[0], result.indices[shown]))[:: job.samples]
     purifier = getattr(job.model, "purifier", None)
     if purifier is not None:
         stages |= purifier.stages(list(stages.values())[-1], seeds)

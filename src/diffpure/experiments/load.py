@@ -154,7 +154,7 @@ def gallery_of(folder: str | Path, count: int = 8, loader: Loader = PLAIN) -> Ga
     """The pictures of a finished run of a spec: those that were kept, or new ones made with its model."""
     result = Result.load(folder)
     kept = Gallery.load(Path(folder), result.header)
-    if kept is not None and len(kept.labels) >= min(count, len(result.indices), result.header["batch"]):
+    if kept is not None and len(kept.labels) >= min(count, len(result.indices)):
         return kept
     if result.header.get("spec") is None:
         raise InputError("The run was made without a spec, so its model cannot be loaded.")

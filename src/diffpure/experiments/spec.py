@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -41,7 +42,7 @@ from diffpure.data.sources import DataSpec
 from diffpure.diffusion.gradients import gradient_mode
 from diffpure.diffusion.samplers import sampler_of
 from diffpure.errors import InputError
-from diffpure.evaluation.rows import DEFAULT_RULES, Rule, slug
+from diffpure.evaluation.rows import DEFAULT_RULES, Rule
 from diffpure.named import changed, construct
 from diffpure.threats import Linf, ThreatModel, threat_of
 
@@ -152,7 +153,8 @@ class EvaluationSpec:
     @property
     def folder_name(self) -> str:
         """The name of the run's folder: readable, and its own."""
-        readable = slug(self.name.strip().lower().replace(" ", "-"))[:40].strip("-_.")
+        words = self.name.lower().replace("ℓ∞", "linf").replace("ℓ2", "l2")
+        readable = re.sub(r"[^a-z0-9.]+", "-", words)[:48].strip("-.")
         return f"{readable}-{self.hash}" if readable else self.hash
 
     def plain(self) -> dict[str, Any]:
