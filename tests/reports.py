@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from diffpure.evaluation.gallery import Gallery
 from diffpure.evaluation.results import Result
 from diffpure.evaluation.rows import CLEAN, FORMAT, Row
+from diffpure.pictures.gallery import Gallery
 from diffpure.report.runs import ReportedRun
 
 PAYLOAD = '{0}"><script>alert({0})</script><img src=x onerror=\'alert({0})\'><a href="javascript:alert({0})">`</title>'

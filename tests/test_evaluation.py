@@ -14,8 +14,8 @@ from diffpure.errors import InputError
 from diffpure.evaluation.cost import spending
 from diffpure.evaluation.engine import Local, Work
 from diffpure.evaluation.evaluate import evaluate, prepare
-from diffpure.evaluation.pngs import save_pngs
 from diffpure.evaluation.rows import CLEAN
+from diffpure.pictures.pngs import save_pngs
 from diffpure.threats import Linf
 from evaluations import THREAT, Linear, attacks, defense, line_up, problem, settle, timeless
 

@@ -31,6 +31,7 @@ LAYERS = (
     "attacks",
     "adapters",
     "evaluation",
+    "pictures",
     "data",
     "files",
     "training",

@@ -18,10 +18,10 @@ from diffpure import cli
 from diffpure.data.samples import samples
 from diffpure.errors import InputError
 from diffpure.evaluation.evaluate import evaluate
-from diffpure.evaluation.gallery import FILE, Gallery
 from diffpure.experiments import load as experiments
 from diffpure.experiments.load import gallery_of
 from diffpure.experiments.spec import EvaluationSpec
+from diffpure.pictures.gallery import FILE, Gallery
 from diffpure.report.axes import sweeps
 from diffpure.report.page import FORMATS, html
 from diffpure.report.runs import read_run

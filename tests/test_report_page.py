@@ -16,10 +16,10 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from diffpure.errors import InputError
-from diffpure.evaluation.gallery import Gallery
 from diffpure.evaluation.results import Result
 from diffpure.evaluation.rows import CLEAN, Row
 from diffpure.experiments.spec import EvaluationSpec
+from diffpure.pictures.gallery import Gallery
 from diffpure.report import words
 from diffpure.report.axes import sweeps
 from diffpure.report.page import html, write

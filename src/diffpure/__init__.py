@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from diffpure.attacks import FAB as FAB
     from diffpure.attacks import PGD as PGD
     from diffpure.attacks import PGD_LEE_KIM as PGD_LEE_KIM
+    from diffpure.attacks import STRONG as STRONG
     from diffpure.attacks import TRANSFER as TRANSFER
+    from diffpure.attacks import MomentumPGD as MomentumPGD
     from diffpure.attacks import Square as Square
     from diffpure.attacks import StAdv as StAdv
     from diffpure.attacks import Transfer as Transfer
@@ -73,8 +75,10 @@ _HOMES = {
         "DIFFUSION_ONLY",
         "EOT",
         "FAB",
+        "MomentumPGD",
         "PGD",
         "PGD_LEE_KIM",
+        "STRONG",
         "Square",
         "StAdv",
         "TRANSFER",

@@ -7,6 +7,7 @@ from diffpure.attacks.diffattack import DIFFATTACK
 from diffpure.attacks.expectation import EOT, Expectation, expect
 from diffpure.attacks.fab import FAB
 from diffpure.attacks.losses import LOSSES, Deviated, LogitLoss, Objective, Reconstruction, margin
+from diffpure.attacks.momentum import MomentumPGD
 from diffpure.attacks.pgd import PGD, PGD_LEE_KIM
 from diffpure.attacks.presets import (
     ATTACKS,
@@ -14,6 +15,7 @@ from diffpure.attacks.presets import (
     AUTOATTACK_STANDARD,
     BPDA_EOT,
     DIFFUSION_ONLY,
+    STRONG,
     TRANSFER,
     attacks_of,
     by_name,
@@ -36,6 +38,7 @@ __all__ = [
     "LOSSES",
     "PGD",
     "PGD_LEE_KIM",
+    "STRONG",
     "TRANSFER",
     "Attack",
     "AttackRun",
@@ -43,6 +46,7 @@ __all__ = [
     "Deviated",
     "Expectation",
     "LogitLoss",
+    "MomentumPGD",
     "Objective",
     "Problem",
     "Reconstruction",

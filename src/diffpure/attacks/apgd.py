@@ -7,6 +7,9 @@ halved, and its iterate returns to its best, if since the last checkpoint
 
     1. fewer than 75 % of the steps (ρ) raised the loss (no more than 75 %, exactly), or
     2. neither η changed at that checkpoint nor has the best loss improved since.
+
+Of a random model the best loss is mostly the luckiest: returning to it would reuse one lucky gradient and never average
+the noise, so there only η is halved.
 """
 
 from __future__ import annotations
@@ -70,22 +73,23 @@ class APGD(RestartedAttack):
             "top_loss": torch.where(better, loss, state["top_loss"]),
         }
         window = checkpoints(self.iterations).get(k)
-        return state if window is None else self._checkpoint(state, window)
+        returns = not getattr(problem.model, "stochastic", False)
+        return state if window is None else self._checkpoint(state, window, returns)
 
     def _next(self, problem: Problem, state: State, a: float) -> Tensor:
         threat, x, z = problem.threat, problem.x, state["z"]
         u = threat.project(x, z + per_image(state["eta"], z) * threat.ascend(state["gradient"]))
         return threat.project(x, z + a * (u - z) + (1 - a) * (z - state["old"]))
 
-    def _checkpoint(self, state: State, window: int) -> State:
-        """Halve η and return to the best where progress was poor over the last `window` steps."""
+    def _checkpoint(self, state: State, window: int, returns: bool) -> State:
+        """Halve η, and return to the best where wanted, where progress was poor over the last `window` steps."""
         oscillates = state["raised"] <= self.rho * window
         stalls = (state["halved"] == 0) & (state["top_before"] >= state["top_loss"])
         halve = oscillates | stalls
         return {
             **state,
-            "z": choose(halve, state["top"], state["z"]),
-            "gradient": choose(halve, state["top_gradient"], state["gradient"]),
+            "z": choose(halve & returns, state["top"], state["z"]),
+            "gradient": choose(halve & returns, state["top_gradient"], state["gradient"]),
             "eta": torch.where(halve, state["eta"] / 2, state["eta"]),
             "halved": halve.to(state["eta"].dtype),
             "top_before": state["top_loss"],

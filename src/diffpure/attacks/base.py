@@ -126,6 +126,14 @@ class Attack(ABC):
         """The attack with at most so many images in one call of the model."""
         return self.mapped(lambda a: a.with_calls(min(images, a.eot.per_call)) if isinstance(a, SampledAttack) else a)
 
+    def unsampled(self) -> Self:
+        """The attack on a model that is not random: one sample of everything."""
+        return self.mapped(lambda a: a.alone())
+
+    def alone(self) -> Self:
+        """The attack itself, without its parts, with one sample of everything."""
+        return self
+
     # --------------------------------------------------------------------------------------------- what it costs
 
     @abstractmethod
@@ -261,6 +269,14 @@ class SampledAttack(Attack):
     @property
     def ranking(self) -> EOT:
         return self.eot
+
+    @property
+    def averaged_samples(self) -> int:
+        """Over how many EOT samples a step's direction is averaged."""
+        return self.eot.samples
+
+    def alone(self) -> Self:
+        return replace(self, eot=replace(self.eot, samples=1))
 
     def with_calls(self, images: int) -> Self:
         """The attack with so many images in one call of the model."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 
@@ -149,6 +149,9 @@ class TwoStage(Attack):
     @property
     def ranking(self) -> EOT:
         return replace(self.attack.ranking, samples=self.defence_samples, average="logits")
+
+    def alone(self) -> Self:
+        return replace(self, defence_samples=1)
 
     def steps(self, classes: int) -> int:
         return self.attack.steps(classes)

@@ -2,6 +2,10 @@
 
 `RestartedAttack` is the frame of all gradient attacks here: runs of `iterations` steps, one run per restart, and one
 per target class where the loss is targeted. Targets are the classes with the highest clean logits beside the label.
+
+Which iterate is returned: of a model that is not random, the one that ranks highest. Of a random one, the iterate that
+looked best is mostly the luckiest, so a run gives its last iterate, whose rank comes from samples that did not produce
+it; between runs, and against the unperturbed image, that rank decides.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from diffpure.attacks.base import Cost, SampledAttack, Spending
 from diffpure.attacks.expectation import EOT, Expectation
 from diffpure.attacks.losses import Objective, objective, others
 from diffpure.attacks.seeds import starts
-from diffpure.attacks.state import Problem, State, record, usable
+from diffpure.attacks.state import Problem, State, choose, record, usable
 from diffpure.diffusion.gradients import Surrogate
 from diffpure.errors import InputError
 from diffpure.named import short
@@ -96,11 +100,29 @@ class RestartedAttack(SampledAttack):
         ranked = others(state["clean"][:, None], problem.y)[:, 0].argsort(1, descending=True)
         return ranked[:, i // (self.length * self.restarts)]
 
+    def final_eot(self, problem: Problem) -> EOT:
+        """The samples with which the last iterate of a run is evaluated."""
+        return self.eot
+
     def evaluate(self, problem: Problem, state: State, z: Tensor, i: int) -> tuple[State, Expectation]:
         """Evaluate z, without a gradient at the end of a run, and record it."""
         wanted = i % self.length < self.iterations
-        seen = problem.expect(z, self.objective, self.eot, i, target=self.aim(problem, state, i), gradient=wanted)
-        return record(problem, state, z, seen), seen
+        eot = self.eot if wanted else self.final_eot(problem)
+        seen = problem.expect(z, self.objective, eot, i, target=self.aim(problem, state, i), gradient=wanted)
+        recorded = record(problem, state, z, seen)
+        if not getattr(problem.model, "stochastic", False):
+            return recorded, seen
+        return self._honest(state, recorded, first=i % self.length == 0, last=not wanted), seen
+
+    def _honest(self, before: State, recorded: State, *, first: bool, last: bool) -> State:
+        """The state with the last iterate as its best, and after a run the better of that and of the earlier runs."""
+        kept = ("best", "rank") if first else ("kept", "kept_rank")  # what stood before this run
+        earlier, earlier_rank = before[kept[0]], before[kept[1]]
+        best, value = recorded["last"], recorded["now"]
+        if last:
+            better = value > earlier_rank
+            best, value = choose(better, best, earlier), torch.where(better, value, earlier_rank)
+        return {**recorded, "best": best, "rank": value, "kept": earlier, "kept_rank": earlier_rank}
 
 
 @final

@@ -21,6 +21,7 @@ from diffpure.attacks.compose import Suite, Transfer, TwoStage
 from diffpure.attacks.diffattack import DIFFATTACK
 from diffpure.attacks.expectation import EOT
 from diffpure.attacks.fab import FAB
+from diffpure.attacks.momentum import MomentumPGD
 from diffpure.attacks.pgd import PGD, PGD_LEE_KIM
 from diffpure.attacks.square import Square
 from diffpure.attacks.stadv import StAdv
@@ -41,7 +42,15 @@ DIFFUSION_ONLY: Final = Transfer(
     label="diffusion-only", attack=APGD(loss="reconstruction", eot=EOT(20)), part="purifier", eot=EOT(20)
 )
 
+# What an evaluation runs when no attack is named: two losses, of which every image keeps the stronger perturbation.
+STRONG: Final = Suite(
+    label="strong",
+    attacks=(MomentumPGD(loss="ce"), MomentumPGD(loss="margin")),
+)
+
 ATTACKS: Final[dict[str, tuple[Attack, ...]]] = {
+    "strong": (STRONG,),
+    "momentum": (MomentumPGD(),),
     "pgd": (PGD(),),
     "apgd-ce": (APGD(loss="ce"),),
     "apgd-dlr": (APGD(loss="dlr"),),

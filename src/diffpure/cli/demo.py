@@ -11,8 +11,8 @@ from rich.table import Table
 from diffpure.cli.base import Bars, Threads, app, console, use_threads
 
 if TYPE_CHECKING:
-    from diffpure.evaluation.gallery import Gallery
     from diffpure.experiments.demo import Demo
+    from diffpure.pictures.gallery import Gallery
 
 SMALL = "The embedded models are small: these are not the paper's numbers."
 

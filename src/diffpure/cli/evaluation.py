@@ -142,7 +142,7 @@ def stoppable(folder: Path) -> Iterator[None]:
 
 def _write_pngs(folder: Path, to: Path | None) -> None:
     if to is not None:
-        from diffpure.evaluation.pngs import save_pngs
+        from diffpure.pictures.pngs import save_pngs
 
         _say(f"{len(save_pngs(folder, to))} PNG files: {to}")
 

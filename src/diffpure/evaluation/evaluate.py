@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, final
 
+from diffpure.attacks import STRONG
 from diffpure.attacks.losses import Model
 from diffpure.errors import unknown
 from diffpure.evaluation.cost import Estimate, account
@@ -55,7 +56,7 @@ def evaluate(
     images: Any,
     labels: Any,
     threat: AnyThreat,
-    attacks: Attacks = (),
+    attacks: Attacks | None = None,
     *,
     out: str | Path | None = None,
     probe: int = 0,
@@ -67,14 +68,16 @@ def evaluate(
 
     model: images in [0, 1] to logits; one with `stochastic = True` is given `seeds=`, and one that is random without
     saying so is run image by image with a seeded generator.   images (B, C, H, W) in [0, 1], labels (B,).
-    threat: such as `Linf(8/255)` or "linf 8/255".   attacks: values, names or tables, one or several.
+    threat: such as `Linf(8/255)` or "linf 8/255".   attacks: values, names or tables, one or several; by default
+    `STRONG`, and () for none.
     probe: on how many images the checks attack again, harder.   engine: `Local()` or `Ray(...)`.
     settings: eot, rules, seeds, batch, per_call, memory, indices, name, class_names: see `Settings`.
     """
     known = {field.name for field in fields(Settings)}
     if wrong := settings.keys() - known:
         raise unknown("setting of an evaluation", min(wrong), known)
-    return run(set_up(model, images, labels, threat, attacks, Settings(**settings)), out, probe, engine, progress)
+    chosen = STRONG if attacks is None else attacks
+    return run(set_up(model, images, labels, threat, chosen, Settings(**settings)), out, probe, engine, progress)
 
 
 def run(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from diffpure import __version__
-from diffpure.attacks import EOT, Attack, by_name
+from diffpure.attacks import EOT, Attack, SampledAttack, by_name
 from diffpure.attacks.losses import Model, call
 from diffpure.attacks.presets import AnyAttack
 from diffpure.errors import InputError
@@ -133,6 +133,8 @@ def set_up(
     model, classes = _repeatable(model, first)
     as_labels(labels, len(images), classes)
     by_names = _checked(by_name(attacks), settings.eot)
+    if not getattr(model, "stochastic", False):
+        by_names = {name: attack.unsampled() for name, attack in by_names.items()}
     per_call = settings.per_call
     if per_call is None:
         per_call = images_per_call(model, tuple(by_names.values()), first[:1], settings.memory)
@@ -222,5 +224,6 @@ def _about_attack(attack: Attack, model: Model) -> dict[str, Any]:
         "title": attack.title,
         "gradient": " and ".join(modes or ["exact"]) if attack.uses_gradients else "",
         "approximate": attack.uses_gradients and any(mode.approximate for mode in modes.values()),
+        "samples": max([1, *(part.averaged_samples for part in attack.walk() if isinstance(part, SampledAttack))]),
         "value": canonical(attack),
     }

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Final
 
 from diffpure.evaluation import checks
 from diffpure.evaluation.results import Result
@@ -48,17 +48,9 @@ def of_rows(result: Result) -> tuple[str, ...]:
     for name, about in header["attacks"].items():
         if about["approximate"]:
             found.append(checks.approximate_gradient(name, about["gradient"]))
-        if header["model"].get("stochastic") and _eot_samples(about.get("value")) == 1:
+        if header["model"].get("stochastic") and about.get("samples") == 1:
             found.append(f"{name}: {checks.ONE_SAMPLE}")
     return checks.doubts([*found, *_black_box(result)])
-
-
-def _eot_samples(value: Any) -> int:
-    """The most EOT samples that an attack, or a part of it, takes per step, from its recorded values."""
-    if isinstance(value, Mapping):
-        own = value.get("eot", {}).get("samples", 1) if isinstance(value.get("eot"), Mapping) else 1
-        return max([own, *(_eot_samples(v) for v in value.values())])
-    return max([1, *map(_eot_samples, value)]) if isinstance(value, list) else 1
 
 
 def _black_box(result: Result) -> Iterator[str | None]:

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from diffpure.evaluation.gallery import ATTACKED, GIVEN, Gallery
 from diffpure.evaluation.results import TITLES
 from diffpure.evaluation.rows import CLEAN
+from diffpure.pictures.gallery import ATTACKED, GIVEN, Gallery
 from diffpure.report.runs import ReportedRun
 
 STAGES: Final = {CLEAN: TITLES[CLEAN], GIVEN: "image"}  # what a stage is called where its name is another

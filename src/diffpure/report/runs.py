@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from diffpure.errors import InputError
-from diffpure.evaluation.gallery import ATTACKED, Gallery, eight_bits, strongest
 from diffpure.evaluation.results import Result
 from diffpure.evaluation.rows import CLEAN, slug
+from diffpure.pictures.gallery import ATTACKED, Gallery, eight_bits, strongest
 from diffpure.report import words
 
 PICTURES: Final = 8  # images whose pictures are shown unless another number is asked for

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from diffpure.evaluation.gallery import eight_bits
+from diffpure.pictures.gallery import eight_bits
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

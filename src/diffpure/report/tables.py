@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from diffpure.evaluation.gallery import strongest
 from diffpure.evaluation.results import TITLES
 from diffpure.evaluation.rows import CLEAN, MINIMUM, WORST, Row, Rule
+from diffpure.pictures.gallery import strongest
 from diffpure.report import words
 from diffpure.report.runs import ReportedRun
 

@@ -1,0 +1,97 @@
+"""Gradient ascent with momentum over steps: the most that a gradient buys on a random defence.
+
+    g ← ∇_z loss / mean |∇_z loss|,   m ← μ m + g,   z ← project(z + η_k ascend(m)),    η_k = ½ ε · ½ (1 + cos(π k/K)),
+
+from a random start, with one EOT sample per step, and the last iterate is returned. Momentum averages the defence's
+noise over steps for free, where averaging many samples at every step spends gradients at one point. The last iterate is
+evaluated once more, with `confirm` fresh samples.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Self, final
+
+import torch
+from torch import Tensor
+
+from diffpure.attacks.base import Spending
+from diffpure.attacks.expectation import EOT, Expectation
+from diffpure.attacks.pgd import RestartedAttack
+from diffpure.attacks.seeds import starts
+from diffpure.attacks.state import Problem, State, usable
+from diffpure.errors import InputError
+from diffpure.threats import per_image, wide
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MomentumPGD(RestartedAttack):
+    """momentum: μ.   first_step: η_0 as a share of ε.   confirm: samples with which the last iterate is evaluated."""
+
+    iterations: int = 40
+    momentum: float = 0.9
+    first_step: float = 0.5
+    confirm: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.momentum < 1 or not self.first_step > 0 or self.confirm < 1:
+            raise InputError(
+                "MomentumPGD needs a momentum in [0, 1), a first_step above 0 and at least one sample to confirm, got "
+                f"{self.momentum}, {self.first_step} and {self.confirm}."
+            )
+
+    @property
+    def kind(self) -> str:
+        return f"momentum-{self.loss_name}"
+
+    @property
+    def title(self) -> str:
+        return self.titled(f"momentum PGD-{self.iterations} on {self.loss_name}")
+
+    @property
+    def ranking(self) -> EOT:
+        return replace(self.eot, samples=max(self.confirm, self.eot.samples))
+
+    def final_eot(self, problem: Problem) -> EOT:
+        return self.ranking
+
+    @property
+    def averaged_samples(self) -> int:
+        return round(self.eot.samples / (1 - self.momentum))
+
+    def alone(self) -> Self:
+        return replace(super().alone(), confirm=1)
+
+    def steps_account(self, classes: int) -> tuple[Spending, ...]:
+        runs, most = self.runs(classes), self.ranking.samples
+        return self.spending(runs * self.iterations, 0), Spending(0, runs * most, self.mode)
+
+    def start(self, problem: Problem, state: State) -> State:
+        z = problem.threat.zeros(problem.x)
+        return {**state, **dict.fromkeys(("z", "momentum"), z)}
+
+    def begin(self, problem: Problem, state: State, i: int, run: int) -> State:
+        z = problem.threat.random(problem.x, starts(problem.seeds), run)
+        return self._after(problem, {**state, "momentum": torch.zeros_like(z)}, z, i)
+
+    def iterate(self, problem: Problem, state: State, i: int, k: int) -> State:
+        threat = problem.threat
+        eta = self.first_step * threat.eps * (1 + math.cos(math.pi * (k - 1) / self.iterations)) / 2
+        z = threat.project(problem.x, state["z"] + eta * threat.ascend(state["momentum"]))
+        return self._after(problem, state, z, i)
+
+    def _after(self, problem: Problem, state: State, z: Tensor, i: int) -> State:
+        state, seen = self.evaluate(problem, state, z, i)
+        if seen.gradient is None:
+            return {**state, "z": z}
+        return {**state, "z": z, "momentum": self.momentum * state["momentum"] + _scaled(seen)}
+
+
+def _scaled(seen: Expectation) -> Tensor:
+    """The gradient over its mean absolute value, per image; zero where it is."""
+    g = usable(seen)
+    mean = wide(g).flatten(1).abs().mean(1)
+    return (wide(g) / per_image(torch.where(mean > 0, mean, 1.0), wide(g))).to(g.dtype)

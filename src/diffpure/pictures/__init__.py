@@ -1,0 +1,1 @@
+"""Pictures of runs: kept beside their rows, made with their model, written as PNG files."""
