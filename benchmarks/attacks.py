@@ -31,7 +31,7 @@ import diffpure as dp
 from diffpure.attacks import expect, margin
 from diffpure.attacks.losses import MARGIN
 from diffpure.data.samples import samples
-from diffpure.evaluation.checks import JUDGE
+from diffpure.evaluation.checks import EVALUATION
 
 LOSSES = ("ce", "dlr")  # of AutoAttack-rand
 Side = Callable[[nn.Module, Tensor, Tensor, str, argparse.Namespace], Tensor]
@@ -62,7 +62,7 @@ def public(model: nn.Module, x: Tensor, y: Tensor, loss: str, options: argparse.
 
 def ours(model: nn.Module, x: Tensor, y: Tensor, loss: str, options: argparse.Namespace) -> Tensor:
     """Our APGD with as many looks: the start and every move on either side, and for ours the clean image."""
-    attack = dp.APGD(loss=loss, iterations=options.iterations - 1, eot=dp.EOT(options.samples, rows=512))
+    attack = dp.APGD(loss=loss, iterations=options.iterations - 1, eot=dp.EOT(options.samples, per_call=512))
     threat = dp.Linf(options.eps / 255)
     return threat.apply(x, attack(model, x, y, threat, seeds=range(len(x))))
 
@@ -94,8 +94,8 @@ def ratio(found: dict[str, tuple]) -> str:
 def judged(model: nn.Module, x: Tensor, y: Tensor, judges: int) -> tuple[Tensor, float]:
     """Which images the mean of fresh samples gets right, and how many single samples do."""
     seeds = tuple(range(len(x)))
-    mean = expect(model, x, y, MARGIN, dp.EOT(judges, "logits"), seeds, JUDGE).logits
-    single = [expect(model, x, y, MARGIN, dp.EOT(1), seeds, JUDGE + d).loss for d in range(1, 9)]
+    mean = expect(model, x, y, MARGIN, dp.EOT(judges, "logits"), seeds, EVALUATION).logits
+    single = [expect(model, x, y, MARGIN, dp.EOT(1), seeds, EVALUATION + d).loss for d in range(1, 9)]
     return margin(mean, y) <= 0, sum((loss <= 0).sum().item() for loss in single) / len(single)
 
 
@@ -132,7 +132,7 @@ def gradient_ratio(model: dp.Defense, x: Tensor, y: Tensor, samples: int) -> flo
         for draw in range(samples):
             expect(model, x, y, MARGIN, dp.EOT(1), seeds, draw, gradient=True)
         middle = time.perf_counter()
-        expect(model, x, y, MARGIN, dp.EOT(samples, rows=512), seeds, 0, gradient=True)
+        expect(model, x, y, MARGIN, dp.EOT(samples, per_call=512), seeds, 0, gradient=True)
         ratios.append((middle - begin) / (time.perf_counter() - middle))
     return statistics.median(ratios)
 

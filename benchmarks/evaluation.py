@@ -68,7 +68,7 @@ def settle(folder: Path | None, batch: int, save_every: float = 60.0, progress: 
     model, x, y = world(32)
     attacks = [PGD(iterations=10, eot=EOT(8)), APGD(iterations=10, loss="dlr", eot=EOT(8))]
     rules = ["one-shot", "average of 5", "worst of 5", "majority of 5"]
-    plan = {"rules": rules, "batch": batch, "rows": 64, "engine": Local(save_every)}
+    plan = {"rules": rules, "batch": batch, "per_call": 64, "engine": Local(save_every)}
     return evaluate(model, x, y, Linf(8 / 255), attacks, **plan, out=folder, progress=progress)
 
 
@@ -154,7 +154,7 @@ def main() -> None:
         model, x, y = world(arguments.count)
         attack = PGD(iterations=1, eot=EOT(2))
         with tempfile.TemporaryDirectory() as place:
-            evaluate(model, x, y, Linf(8 / 255), attack, rules=["one-shot"], rows=64, out=Path(place) / "r")
+            evaluate(model, x, y, Linf(8 / 255), attack, rules=["one-shot"], per_call=64, out=Path(place) / "r")
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     else:
         kill_and_resume(arguments.kills, arguments.seed)
