@@ -23,6 +23,7 @@ from diffpure.attacks import (
     TRANSFER,
     Attack,
     LogitLoss,
+    MomentumPGD,
     Square,
     StAdv,
     Suite,
@@ -32,6 +33,7 @@ from diffpure.attacks import (
 from diffpure.attacks.apgd import checkpoints
 from diffpure.attacks.losses import DIFFERENCE
 from diffpure.errors import InputError
+from diffpure.noise import Noise
 from diffpure.threats import L2, Flow, Linf, ThreatModel
 from victims import Linear, problem
 
@@ -50,6 +52,8 @@ def dual(threat: ThreatModel, w: Tensor) -> Tensor:
         APGD(iterations=20),
         APGD(iterations=20, loss="margin"),
         PGD(iterations=20, random_start=False),
+        MomentumPGD(iterations=30),
+        MomentumPGD(iterations=30, loss="margin"),
     ],
     ids=lambda a: a.name,
 )
@@ -110,6 +114,48 @@ def test_stadv_moves_a_bright_bar_to_where_the_model_reads_another_class():
     assert threat.within(x, z).all()
     rough = replace(attack, smoothness=0.0)(model, x, torch.tensor([0]), threat)
     assert threat.roughness(z) < threat.roughness(rough)
+
+
+class Coin(nn.Module):
+    """A random model whose answer has nothing to do with the image: a margin that is normal with mean -1."""
+
+    stochastic = True
+
+    def forward(self, x: Tensor, seeds=None) -> Tensor:
+        noise = Noise.of(seeds, len(x))(0, x.new_zeros(len(x), 1)) - 1 + 0 * x.sum((1, 2, 3))[:, None]
+        return torch.cat([torch.zeros_like(noise), noise], 1)
+
+
+@pytest.mark.parametrize("attack", [PGD(iterations=20), APGD(iterations=20), MomentumPGD(iterations=20, confirm=1)])
+def test_a_random_model_is_not_attacked_by_luck(attack: Attack):
+    """Where no perturbation matters, an attack must not claim more than the two candidates it compares would show by
+    chance: P(a sample fails) = 0.159, of the last iterate or the unperturbed image 0.292, of the best of 21 0.97."""
+    x = torch.full((400, 1, 2, 2), 0.5)
+    run = attack.run(Coin(), x, torch.zeros(400, dtype=torch.int64), Linf(0.1), seeds=range(400))
+    share = run.misclassified.double().mean().item()
+    assert share == pytest.approx(1 - 0.8413**2, abs=0.09)  # four standard deviations
+
+
+def test_momentum_averages_the_noise_of_gradients():
+    """On a linear model whose weights are drowned in noise that changes with every sample, momentum over steps finds
+    the direction that one sample per step without it does not."""
+    w = torch.linspace(-1, 1, 64).double()
+
+    class Drowned(nn.Module):
+        stochastic = True
+
+        def forward(self, x: Tensor, seeds=None) -> Tensor:
+            noise = Noise.of(seeds, len(x))(0, x.flatten(1))
+            z = ((w + 4 * noise) * x.flatten(1)).sum(1)
+            return torch.stack([-z, z], 1)
+
+    x, y, threat = torch.full((16, 1, 8, 8), 0.5).double(), torch.zeros(16, dtype=torch.int64), Linf(0.1)
+    gains = {}
+    for momentum in (0.0, 0.9):
+        attack = MomentumPGD(iterations=60, momentum=momentum, confirm=1, loss="margin")
+        state = attack.run(Drowned(), x, y, threat, seeds=range(16)).state
+        gains[momentum] = (state["z"].flatten(1) @ w).mean().item() / (threat.eps * w.abs().sum().item())
+    assert gains[0.9] > gains[0.0] + 0.1
 
 
 def test_checkpoints_are_those_of_the_paper():
