@@ -316,7 +316,7 @@ def bad_arrays() -> dict[str, tuple[dict[str, Any], str]]:
         "no labels": ({"images": good}, r"a\.npz holds images, but images and labels are accepted as images and"),
         "float labels": ({"images": good, "labels": [0.0, 1, 2]}, "is no array|one whole number per image"),
         "16-bit": ({"images": good.astype(np.uint16), "labels": [0, 1, 2]}, "are uint16; 8-bit numbers and floats"),
-        "too bright": ({"images": good + 7.0, "labels": [0, 1, 2]}, r"in \[0, 1\], got values from 7 to 7"),
+        "too bright": ({"images": good + 7.0, "labels": [0, 1, 2]}, "got values from 7 to 7"),
         "not finite": ({"images": good * np.nan, "labels": [0, 1, 2]}, "NaN or infinite"),
         "flat": ({"images": good.reshape(3, -1), "labels": [0, 1, 2]}, r"have the shape \(3, 48\)"),
         "empty": ({"images": good[:0], "labels": np.zeros(0, int)}, "is no array of numbers"),

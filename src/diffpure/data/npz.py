@@ -74,7 +74,7 @@ def source(*, path: Path, label_offset: int = 0) -> Arrays:
 
 
 def channels_first(images: Array, name: str) -> npt.NDArray[np.float32]:
-    """Images of any accepted shape and type as float32 (N, C, H, W) in [0, 1]."""
+    """Images of any accepted shape and type as float32 (N, C, H, W), of which 8-bit ones are divided by 255."""
     if images.ndim == 3:
         images = images[:, None]
     elif images.ndim == 4 and images.shape[1] not in (1, 3) and images.shape[-1] in (1, 3):

@@ -54,7 +54,7 @@ def load_object(
     function = getattr(module, name, None)
     if not callable(function):
         raise InputError(f"{place} has no function {name!r}, which {spec!r} asks for.")
-    made = function(**_checked(spec, function, dict(arguments or {})))
+    made = function(**checked_arguments(spec, function, arguments))
     mark(made, Path(str(module.__file__)))
     return made
 
@@ -98,12 +98,12 @@ def _from_package(name: str) -> ModuleType:
     return module
 
 
-def _checked(spec: str, function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments, once the function takes them."""
+def checked_arguments(spec: str, function: Any, arguments: Mapping[str, Any] | None, *before: object) -> dict[str, Any]:
+    """A table of arguments, once the function takes them after those that stand before."""
     try:
-        inspect.signature(function).bind(**arguments)
+        inspect.signature(function).bind(*before, **(arguments or {}))
     except TypeError as error:
         raise InputError(f"{spec} does not take these arguments ({error}).") from error
     except ValueError:
         pass  # a function without a signature checks them itself
-    return arguments
+    return dict(arguments or {})
