@@ -229,3 +229,13 @@ def test_every_card_has_its_architecture_and_one_form() -> None:
         assert card.plain()["kind"] == card.kind
     assert cards()["cifar10-resnet"].measured["accuracy"]["correct"] == 9328
     assert cards()["cifar10-small"].made["seed"] == 0
+
+
+def test_the_page_names_every_scheme() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "models-and-data.md").read_text()
+    schemes = [
+        *(f"`{zoo}:NAME`" for zoo in CLASSIFIERS.zoos),
+        *CLASSIFIERS.programs,
+        "`python:package.module:function`",
+    ]
+    assert [scheme for scheme in schemes if scheme not in page] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -374,3 +375,9 @@ def test_tensors_that_are_no_dataset_are_refused(tmp_path: Path) -> None:
     ]:
         save_file(tensors, file)
         refused(message, table, tmp_path)
+
+
+def test_the_page_names_every_source_every_key_and_every_subset() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "models-and-data.md").read_text()
+    wanted = [*SOURCES, *(field.name for field in fields(DataSpec)), *(f"{family}/paper" for family in SUBSETS)]
+    assert [name for name in wanted if f"`{name}`" not in page] == []
