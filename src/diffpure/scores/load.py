@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
-from diffpure.diffusion.score import EpsilonScore
+from torch import nn
+
+from diffpure.diffusion.score import EpsilonScore, ScoreModel, ScoreWrapper, as_score
 from diffpure.errors import InputError
 from diffpure.models.resolve import Family, resolve
 from diffpure.scores import hf
@@ -28,7 +30,7 @@ def load_score(
     allow_code: bool = False,
     arguments: Mapping[str, Any] | None = None,
     base: Path | None = None,
-) -> EpsilonScore:
+) -> ScoreModel:
     """A frozen score model by name, path, hub repository or `python:` function.
 
     like: the card of the model a file is read as, where its name does not say.   half: the blocks' convolutions in
@@ -36,22 +38,23 @@ def load_score(
     function.   base: the folder that relative paths start from.
     """
     score = resolve(name, SCORES, like=like, allow_code=allow_code, arguments=arguments, base=base)
-    assert isinstance(score, EpsilonScore)
     if half:
         if not isinstance(score, GuidedScore):
             raise InputError(f"Half precision belongs to guided diffusion, not to {type(score).__name__}.")
         score.network.half_convolutions()
-    return score
+    return cast(ScoreModel, score)
 
 
-def _adopt(made: Any, name: str) -> EpsilonScore:
+def _adopt(made: Any, name: str) -> nn.Module:
     """What a user's function returned, if it is a score model."""
-    if not isinstance(made, EpsilonScore):
+    try:
+        score = as_score(made)
+    except InputError as error:
         raise InputError(
             f"{name} returned {type(made).__name__}, but a score model is wanted; dp.DenoiserScore makes one of a "
             "denoiser, and a network that predicts the noise derives from dp.EpsilonScore."
-        )
-    return made
+        ) from error
+    return score if isinstance(score, nn.Module) else ScoreWrapper(score)
 
 
 # Architectures by the name that a card calls them; a card's arguments or configuration are their keywords.
