@@ -171,6 +171,26 @@ def test_a_name_that_only_ends_like_onnx_is_not_opened_without_leave(tmp_path: P
         load_classifier("model.onnx", base=tmp_path)
 
 
+def test_an_onnx_file_is_named_by_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the runtime, whose sessions nobody can look into."""
+    runtime = ModuleType("onnxruntime")
+    runtime.InferenceSession = lambda *_, **__: type("Session", (), {"get_inputs": lambda self: [runtime]})()  # type: ignore[attr-defined]
+    runtime.name = "x"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
+    names = []
+    for content in (b"one", b"one", b"other"):
+        (tmp_path / "model.onnx").write_bytes(content)
+        names.append(identify(load_classifier(tmp_path / "model.onnx", allow_code=True)))
+    assert names[0] == names[1] != names[2]
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b", "\ud800", "", ".", "/", "~", "python:" + "a" * 5000 + ".py:f"])
+@pytest.mark.parametrize("load", [load_classifier, load_score])
+def test_odd_names_are_no_models(load: Any, name: str) -> None:
+    with pytest.raises(InputError):
+        load(name, allow_code=True)
+
+
 @pytest.mark.parametrize("name", ["timm:hf-hub:owner/model", "timm:hf_hub:owner/model", "timm:local-dir:/tmp/x"])
 def test_weights_that_a_zoo_would_fetch_from_anybody_need_leave(name: str) -> None:
     with pytest.raises(InputError, match="runs code when it is loaded"):

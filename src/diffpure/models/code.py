@@ -16,6 +16,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,9 +68,9 @@ def mark(made: object, file: Path) -> None:
 
 def _from_file(path: Path) -> ModuleType:
     """The module in a Python file, whose folder can be imported from while it is run, as Python does it itself."""
-    path = path.resolve()
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise InputError(f"There is no Python file {path}.")
+    path = path.resolve()
     name = f"diffpure_user_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
     found = importlib.util.spec_from_file_location(name, path)
     assert found is not None

@@ -14,6 +14,7 @@ classifiers are the two there are. Relative paths start from `base`.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -91,9 +92,9 @@ def resolve(
             require_code_allowed(text, allow_code)
         make = family.zoos[zoo]
         return frozen(make(model, **checked_arguments(text, make, arguments, model)))
-    if path.is_file():
+    if os.path.isfile(path):  # which no name, however odd, makes raise
         return frozen(_from_file(path, family, like, allow_code))
-    if path.is_dir() and family.folder is not None:
+    if os.path.isdir(path) and family.folder is not None:
         return frozen(family.folder(path))
     if path.suffix.lower() in WEIGHTS or text.startswith((".", "/")):
         raise InputError(f"There is no file {path}.")
