@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -19,12 +20,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from diffpure.classifiers.load import ARCHITECTURES as CLASSIFIERS
+from diffpure.classifiers.load import CLASSIFIERS
 from diffpure.errors import InputError
 from diffpure.models import cards as cards_module
-from diffpure.models.cards import Card, card, cards, fetch, import_file, local_file, verify
+from diffpure.models.cards import Card, card, cards, local_file, verify
 from diffpure.models.checkpoints import LAYOUTS, check_hash, load_state, read
-from diffpure.scores.load import ARCHITECTURES as SCORES
+from diffpure.models.fetch import fetch, import_file
+from diffpure.scores.load import SCORES
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -218,9 +220,10 @@ def test_every_card_is_complete_and_builds_its_full_size_network(name: str) -> N
     assert about.layout in LAYOUTS
     assert about.sha256 == "unknown" or len(about.sha256) in (8, 64)
     with torch.device("meta"):
-        built: Any = {**SCORES, **CLASSIFIERS}[about.architecture](about.config)
-    keys = [[key, list(value.shape)] for key, value in getattr(built, "network", built).state_dict().items()]
+        built: Any = (SCORES if about.kind == "score" else CLASSIFIERS).build(about)
     if name in FULL:
+        network = getattr(built, "network", built)
+        keys = [[key, list(value.shape)] for key, value in network.state_dict().items()]
         expected = json.loads((GOLDEN / f"{FULL[name]}.full.json").read_text())["state_dict"]
         assert keys == [[key, shape] for key, shape, _ in expected]
 
@@ -237,7 +240,13 @@ def checkpoint(path: Path, value: float = 0.0) -> bytes:
 
 
 def a_card(**changes: Any) -> Card:
-    return replace(card("cifar10-wrn-28-10"), file="a.safetensors", url="", sha256="unknown", **changes)
+    return replace(card("cifar10-wrn-28-10"), **{"file": "a.safetensors", "url": "", "sha256": "unknown", **changes})
+
+
+def fits(about: Card, path: Path) -> None:
+    """The network that these tests are for has one parameter of 64 numbers."""
+    if read(path)["w"].shape != (64,):
+        raise InputError(f"{path.name} does not fit.")
 
 
 def test_an_unknown_hash_is_recorded_and_a_change_warned_about(home: Path, tmp_path: Path) -> None:
@@ -255,12 +264,90 @@ def test_import_puts_a_good_file_in_place_and_refuses_others(home: Path, tmp_pat
     checkpoint(file)
     with pytest.raises(InputError, match="is not on this machine"):
         local_file(about)
-    assert import_file(about, file) == about.path == local_file(about)
+    assert import_file(about, file, fits) == about.path == local_file(about)
     with pytest.raises(InputError, match="SHA-256"):
-        import_file(replace(about, sha256="0" * 64), file)
+        import_file(replace(about, sha256="0" * 64), file, fits)
     file.write_text("no")
     with pytest.raises(InputError, match="damaged"):
-        import_file(about, file)
+        import_file(about, file, fits)
+
+
+def test_a_file_of_unknown_hash_must_at_least_fit_its_network(home: Path, tmp_path: Path) -> None:
+    about = card("celebahq-smiling")
+    assert about.sha256 == "unknown"
+    file = tmp_path / "net_best.pth"
+    torch.save({"state_dict": {}}, file)
+    with pytest.raises(InputError, match="belongs to another architecture"):
+        import_file(about, file, CLASSIFIERS.check)
+    file.write_bytes(pickle.dumps({}, protocol=2))  # a few bytes that are a checkpoint of nothing
+    with pytest.raises(InputError, match=r"has no entry 'state_dict'|damaged"):
+        import_file(about, file, CLASSIFIERS.check)
+    assert not list(home.rglob("*.pth"))
+
+
+def test_a_copy_that_does_not_fit_on_the_disk_leaves_what_was_there(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, about = tmp_path / "mine.safetensors", a_card()
+    before = checkpoint(file)
+    import_file(about, file, fits)
+    checkpoint(file, 1.0)
+
+    def half(source: Any, target: Any, *_: object) -> None:
+        target.write(source.read(20))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("diffpure.models.fetch.shutil.copyfileobj", half)
+    with pytest.raises(InputError, match="No space left on device") as error:
+        import_file(about, file, fits)
+    one_sentence(error.value)
+    assert about.path.read_bytes() == before
+    assert [path.name for path in about.path.parent.iterdir()] == [about.file]
+
+
+def test_a_cache_that_is_no_folder_is_told_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Any
+) -> None:
+    (tmp_path / "cache").write_text("a file")
+    monkeypatch.setenv("DIFFPURE_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "mine.safetensors"
+    checkpoint(file)
+    for get in (lambda: import_file(a_card(), file, fits), lambda: fetch(a_card(url=f"{server[0]}/a"), fits)):
+        with pytest.raises(InputError, match="cannot be written or read") as error:
+            get()
+        one_sentence(error.value)
+
+
+def test_a_register_of_hashes_is_written_whole_and_its_damage_survived(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.safetensors"
+    checkpoint(file)
+    verify(a_card(), file)
+    register = home / "hashes.json"
+    whole = register.read_text()
+    monkeypatch.setattr("diffpure.disk.os.fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    with pytest.warns(UserWarning, match="cannot be recorded"):
+        verify(replace(a_card(), name="other"), file)
+    assert register.read_text() == whole
+    monkeypatch.undo()
+    monkeypatch.setenv("DIFFPURE_CACHE", str(home))
+    for damage in ("", "[1]", whole[:9]):
+        register.write_text(damage)
+        with pytest.warns(UserWarning, match=r"hashes\.json is damaged"):
+            verify(a_card(), file)
+        assert register.read_text() == whole
+
+
+def test_without_a_home_embedded_models_load_and_the_rest_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DIFFPURE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert local_file(card("cifar10-small")).is_file()
+    assert not card("imagenet-guided").present
+    with pytest.raises(InputError, match="name a folder in DIFFPURE_CACHE") as error:
+        fetch(card("cifar10-wrn-28-10"), fits)
+    one_sentence(error.value)
 
 
 @pytest.fixture
@@ -277,6 +364,13 @@ def server(tmp_path: Path) -> Iterator[tuple[str, dict[str, bytes], list[str | N
                 self.send_error(404)
                 return
             start = int(asked[-1].removeprefix("bytes=").rstrip("-")) if asked[-1] else 0
+            if self.path == "/cut":  # chunks that end in the middle
+                self.protocol_version = "HTTP/1.1"
+                self.send_response(200)
+                self.send_header("Transfer-Encoding", "chunked")
+                self.end_headers()
+                self.wfile.write(b"ff\r\n" + body[:20])
+                return
             if start >= len(body):
                 self.send_error(416)
                 return
@@ -302,10 +396,10 @@ def test_fetch_resumes_verifies_and_keeps(home: Path, tmp_path: Path, server: An
     part.parent.mkdir(parents=True)
     part.write_bytes(body[:100])
     seen: list[tuple[int, int | None]] = []
-    assert fetch(about, lambda done, total: seen.append((done, total))).read_bytes() == body
+    assert fetch(about, fits, lambda done, total: seen.append((done, total))).read_bytes() == body
     assert asked == ["bytes=100-"]
     assert seen[-1] == (len(body), len(body))
-    fetch(about)
+    fetch(about, fits)
     assert len(asked) == 1  # it is there already
 
 
@@ -316,7 +410,7 @@ def test_fetch_finishes_a_part_that_was_complete(home: Path, tmp_path: Path, ser
     part = about.path.with_name(about.file + ".part")
     part.parent.mkdir(parents=True)
     part.write_bytes(body)
-    assert fetch(about).read_bytes() == body
+    assert fetch(about, fits).read_bytes() == body
 
 
 def test_fetch_refuses_a_wrong_file_and_leaves_nothing(home: Path, tmp_path: Path, server: Any) -> None:
@@ -324,14 +418,23 @@ def test_fetch_refuses_a_wrong_file_and_leaves_nothing(home: Path, tmp_path: Pat
     files["/a"] = checkpoint(tmp_path / "x.safetensors")
     files["/html"] = b"<html>Google Drive can't scan this file for viruses</html>"
     with pytest.raises(InputError, match="SHA-256"):
-        fetch(replace(a_card(), url=f"{url}/a", sha256="0" * 64))
+        fetch(replace(a_card(), url=f"{url}/a", sha256="0" * 64), fits)
     with pytest.raises(InputError, match="damaged, cut short or no checkpoint"):
-        fetch(replace(a_card(), url=f"{url}/html"))
+        fetch(replace(a_card(), url=f"{url}/html"), fits)
     with pytest.raises(InputError, match="could not be downloaded"):
-        fetch(replace(a_card(), url=f"{url}/gone"))
+        fetch(replace(a_card(), url=f"{url}/gone"), fits)
     with pytest.raises(InputError, match=r"has no direct link; get a\.safetensors from .* --from FILE`\.$"):
-        fetch(a_card())
+        fetch(a_card(), fits)
     assert not [path for path in home.rglob("*") if path.is_file()]
+
+
+def test_a_transfer_in_chunks_that_is_cut_is_told_and_resumed(home: Path, tmp_path: Path, server: Any) -> None:
+    url, files, _ = server
+    body = files["/cut"] = files["/a"] = checkpoint(tmp_path / "x.safetensors")
+    with pytest.raises(InputError, match=r"the connection ended after .* run it again to resume") as error:
+        fetch(a_card(url=f"{url}/cut"), fits)
+    one_sentence(error.value)
+    assert fetch(a_card(url=f"{url}/a"), fits).read_bytes() == body
 
 
 def test_an_unknown_card_is_named_with_the_nearest() -> None:

@@ -19,7 +19,8 @@ from diffpure.classifiers.small import SmallResNet
 from diffpure.classifiers.vit import VisionTransformer
 from diffpure.classifiers.wrn import DMWideResNet, WideResNet
 from diffpure.errors import InputError
-from diffpure.models import weights
+from diffpure.models.cards import Card, cards
+from diffpure.models.weights import pack
 
 MEMBERS: dict[str, Any] = {
     "wrn": lambda: WideResNet(10, 1, normalize=Normalize(CIFAR10)),
@@ -115,7 +116,7 @@ def test_a_callable_outside_autograd_says_that_it_has_no_gradient() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_a_torchscript_file_gives_logits_and_gradients(tmp_path: Path) -> None:
     torch.jit.trace(linear(), images()).save(tmp_path / "model.pt")
-    model = load_classifier(tmp_path / "model.pt")
+    model = load_classifier(tmp_path / "model.pt", allow_code=True)
     x = images().requires_grad_()
     model(x)[:, 0].sum().backward()
     assert torch.allclose(x.grad[0].flatten(), linear()[1].weight[0])  # type: ignore[index]
@@ -126,7 +127,9 @@ def test_an_onnx_file_gives_logits_without_gradients(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     file = tmp_path / "model.onnx"
     torch.onnx.export(linear().eval(), (images(),), file, dynamo=True)
-    model = load_classifier(file)
+    with pytest.raises(InputError, match="allow-code"):
+        load_classifier(file)
+    model = load_classifier(file, allow_code=True)
     x = images().requires_grad_()
     logits = model(x)
     assert torch.allclose(logits, linear()(x), atol=1e-6)
@@ -134,7 +137,7 @@ def test_an_onnx_file_gives_logits_without_gradients(tmp_path: Path) -> None:
         logits.sum().backward()
     file.write_bytes(b"no")
     with pytest.raises(InputError, match="is not a readable ONNX file"):
-        load_classifier(file)
+        load_classifier(file, allow_code=True)
 
 
 def test_zoos_are_asked_in_their_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,15 +191,23 @@ def test_a_users_own_weights_are_read_as_a_model_of_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = {"widths": [8, 8, 8]}
-    card = {"kind": "classifier", "architecture": "SmallResNet", "arguments": arguments}
-    monkeypatch.setattr(weights, "cards", lambda: {"tiny": card})
+    card = Card(
+        name="tiny",
+        kind="classifier",
+        architecture="SmallResNet",
+        arguments=arguments,
+        file="x",
+        licence="",
+        embedded=True,
+    )
+    monkeypatch.setattr("diffpure.models.cards.cards", lambda kind: {"tiny": card})
     own = SmallResNet(**arguments).eval()
-    (tmp_path / "own.safetensors").write_bytes(weights.pack(own.state_dict()))
+    (tmp_path / "own.safetensors").write_bytes(pack(own.state_dict()))
     x = torch.rand(2, 3, 32, 32)
     assert torch.allclose(load_classifier(tmp_path / "own.safetensors", like="tiny")(x), own(x), atol=1e-3)
 
 
-@pytest.mark.parametrize("name", [name for name, card in weights.cards().items() if card["kind"] == "classifier"])
+@pytest.mark.parametrize("name", [name for name, card in cards("classifier").items() if card.embedded])
 def test_embedded_classifiers_load(name: str) -> None:
     model = load_classifier(name)
     assert model(torch.rand(1, 3, 32, 32)).ndim == 2

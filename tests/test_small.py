@@ -7,11 +7,13 @@ import torch
 from torch import nn
 
 from diffpure.attacks import PGD
-from diffpure.classifiers.load import load_classifier
+from diffpure.classifiers.load import CLASSIFIERS, load_classifier
 from diffpure.classifiers.small import ARCHITECTURES, SmallResNet
 from diffpure.data.samples import samples
 from diffpure.errors import InputError
-from diffpure.models.weights import cards, embedded, pack
+from diffpure.models.cards import cards, local_file
+from diffpure.models.weights import pack
+from diffpure.scores.load import SCORES
 from diffpure.scores.small import SmallUNet
 from diffpure.threats import Linf
 from diffpure.training.cost import multiply_adds, parameters
@@ -122,29 +124,24 @@ def test_half_precision_refuses_what_it_cannot_hold():
         pack({"w": torch.tensor([1e6])})
 
 
-def test_unknown_weights_are_named():
-    with pytest.raises(InputError, match="embedded model"):
-        embedded("cifar10-smal")
+EMBEDDED = {name: card for name, card in cards().items() if card.embedded}
 
 
-@pytest.mark.parametrize("name", cards())
+@pytest.mark.parametrize("name", EMBEDDED)
 def test_embedded_weights_fit_their_network(name):
-    from diffpure.scores.small import ARCHITECTURES as SCORES
-
-    card, state = embedded(name)
-    model = {"score": SCORES, "classifier": ARCHITECTURES}[card["kind"]][card["architecture"]](**card["arguments"])
-    model.load_state_dict(state)
-    assert parameters(model) == card["parameters"]
-    inputs = (X[:1], torch.tensor([0.1])) if card["kind"] == "score" else (X[:1],)
-    assert multiply_adds(model.eval(), *inputs) == card["multiply_adds"]
+    card = EMBEDDED[name]
+    model = (SCORES if card.kind == "score" else CLASSIFIERS).read(card, local_file(card))
+    assert parameters(model) == card.made["parameters"]
+    inputs = (X[:1], torch.tensor([0.1])) if card.kind == "score" else (X[:1],)
+    assert multiply_adds(model.eval(), *inputs) == card.made["multiply_adds"]
 
 
-@pytest.mark.parametrize("name", [name for name, card in cards().items() if card["kind"] == "classifier"])
+@pytest.mark.parametrize("name", [name for name, card in EMBEDDED.items() if card.kind == "classifier"])
 def test_embedded_classifiers_do_what_their_cards_say(name):
     """On 200 of the embedded images the accuracy is the card's, within three standard deviations."""
     x, y = samples(200)
     right = (load_classifier(name)(x).argmax(1) == y).float().mean().item()
-    value = cards()[name]["accuracy"]["value"]
+    value = EMBEDDED[name].measured["accuracy"]["value"]
     assert abs(right - value) < 3 * (value * (1 - value) / 200) ** 0.5
 
 

@@ -18,7 +18,12 @@ def home() -> Path:
     """The user's cache: $DIFFPURE_CACHE, or diffpure under $XDG_CACHE_HOME or ~/.cache."""
     if own := os.environ.get("DIFFPURE_CACHE"):
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diffpure"
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "diffpure"
+    try:
+        return Path.home() / ".cache" / "diffpure"
+    except RuntimeError as error:
+        raise InputError("There is no home folder to keep a cache in; name a folder in DIFFPURE_CACHE.") from error
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -55,6 +60,7 @@ def one_sentence(path: Path) -> Iterator[None]:
 
 def download(url: str, part: Path, progress: Progress | None = None) -> None:
     """Fetch `url` into `part`, after what is there already; a connection that ends early is an OSError."""
+    import http.client
     import urllib.error
     import urllib.request
 
@@ -72,10 +78,13 @@ def download(url: str, part: Path, progress: Progress | None = None) -> None:
         length = response.headers.get("Content-Length")
         total = done + int(length) if length else None
         with part.open("ab" if done else "wb") as file:
-            while block := response.read(_BLOCK):
-                file.write(block)
-                done += len(block)
-                if progress is not None:
-                    progress(done, total)
+            try:
+                while block := response.read(_BLOCK):
+                    file.write(block)
+                    done += len(block)
+                    if progress is not None:
+                        progress(done, total)
+            except http.client.HTTPException as error:  # which is no OSError
+                raise OSError(f"the connection ended after {done} bytes") from error
     if total is not None and done < total:
         raise OSError(f"the connection ended after {done} of {total} bytes")

@@ -7,6 +7,7 @@ says so when one is asked of it, so that only black-box attacks are run on it.
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 from diffpure.classifiers.normalize import Normalize
 from diffpure.errors import InputError
+from diffpure.models.checkpoints import sha256
+from diffpure.models.code import SOURCE
 
 
 @final
@@ -86,7 +89,9 @@ def from_torchscript(path: Path) -> Classifier:
         module = load(path, map_location="cpu")
     except (RuntimeError, ValueError) as error:
         raise InputError(f"{path.name} is not a readable TorchScript file.") from error
-    return Classifier(module, path.name)
+    classifier = Classifier(module, path.name)
+    setattr(classifier, SOURCE, sha256(path))
+    return classifier
 
 
 def from_onnx(path: Path) -> Classifier:
@@ -102,7 +107,22 @@ def from_onnx(path: Path) -> Classifier:
         (out, *_) = session.run(None, {entry: x.detach().float().cpu().numpy()})
         return torch.from_numpy(out).to(device=x.device, dtype=x.dtype)
 
+    setattr(logits, SOURCE, sha256(path))  # nobody can look into a session
     return Classifier(logits, path.name)
+
+
+def is_torchscript(path: Path) -> bool:
+    """Whether a file is an archive with code in it."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any("/code/" in entry for entry in archive.namelist())
+    except (OSError, ValueError, zipfile.BadZipFile):
+        return False
+
+
+def is_onnx(path: Path) -> bool:
+    """Whether a file calls itself one of ONNX."""
+    return path.suffix.lower() == ".onnx"
 
 
 def _package(module: str, package: str) -> Any:
@@ -117,4 +137,10 @@ ZOOS: dict[str, Callable[[str], Classifier]] = {
     "robustbench": from_robustbench,
     "torchvision": from_torchvision,
     "timm": from_timm,
+}
+
+# Files that hold a program, which loading or calling them runs: how to know one, and how to load it.
+PROGRAMS: dict[str, tuple[Callable[[Path], bool], Callable[[Path], Classifier]]] = {
+    "ONNX": (is_onnx, from_onnx),
+    "TorchScript": (is_torchscript, from_torchscript),
 }

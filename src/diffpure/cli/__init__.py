@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -19,6 +20,9 @@ def main() -> None:
     """Run the command line; what a user can mend is one sentence on standard error and exit code 2."""
     # Before torch is imported: threads that spin while they wait stop each other on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without Greek letters shows question marks
     try:
         app()
     except InputError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Group, RenderableType
@@ -13,56 +13,47 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from diffpure.cli.base import AsJson, Bars, app, console, grid
-from diffpure.errors import InputError, unknown
+from diffpure.errors import InputError
+
+if TYPE_CHECKING:
+    from diffpure.models.cards import Card
 
 models_app = typer.Typer(help="List, inspect, verify and fetch score models and classifiers.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
 EMPTY: Final[tuple[object, ...]] = (None, "", {}, [], ())  # what a card does not know
+SAID: Final = ("present", "embedded")  # by `where`
 Name = Annotated[str, typer.Argument(help="A name from `diffpure models list`.")]
-
-
-def _all() -> dict[str, dict[str, Any]]:
-    """Every model, embedded or official, as plain data."""
-    from dataclasses import asdict
-
-    from diffpure.models import weights
-    from diffpure.models.cards import cards
-
-    found: dict[str, dict[str, Any]] = {
-        name: {"where": "in the package", "present": True, **card} for name, card in weights.cards().items()
-    }
-    for name, card in cards().items():
-        where = str(card.path) if card.present else "not fetched"
-        found[name] = {"where": where, "present": card.present, **asdict(card)}
-    return found
 
 
 @models_app.command("list", epilog="Example: diffpure models list")
 def list_(as_json: AsJson = False) -> None:
     """List all models, with what is on this machine."""
-    found = _all()
+    from diffpure.models.cards import cards
+
     if as_json:
-        console.print_json(json.dumps(found))
+        console.print_json(json.dumps({name: card.plain() for name, card in cards().items()}))
         return
     table = Table(Column("name", no_wrap=True), "kind", "architecture", Column("where", overflow="fold"))
-    for name, card in sorted(found.items(), key=lambda item: (not item[1]["present"], item[1]["kind"], item[0])):
-        table.add_row(name, card["kind"], card["architecture"], card["where"])
+    for card in sorted(cards().values(), key=lambda card: (not card.present, card.kind, card.name)):
+        table.add_row(card.name, card.kind, card.architecture, escape(card.where))
     console.print(table)
 
 
 @models_app.command(epilog="Example: diffpure models show cifar10-small")
 def show(name: Name, as_json: AsJson = False) -> None:
     """Show the card of a model: source, licence, hash, training, what was measured."""
-    card = _card(name)
+    from diffpure.models.cards import card
+
+    about = card(name).plain()
     if as_json:
-        console.print_json(json.dumps(card))
+        console.print_json(json.dumps(about))
         return
-    console.print(grid(_readable(card)))
+    console.print(grid(_readable(about)))
 
 
 def _readable(card: Mapping[str, Any]) -> dict[str, RenderableType]:
-    """What a card holds, as a person reads it; what is empty, and `present`, which `where` says, is left out."""
-    return {key: _words(value) for key, value in card.items() if key != "present" and value not in EMPTY}
+    """What a card holds, as a person reads it; what is empty, or said by `where`, is left out."""
+    return {key: _words(value) for key, value in card.items() if key not in SAID and value not in EMPTY}
 
 
 def _words(value: Any) -> RenderableType:
@@ -89,23 +80,18 @@ def _rate(measured: Mapping[str, Any]) -> str:
 def verify(
     name: Annotated[str | None, typer.Argument(help="One model; all that are present by default.")] = None,
 ) -> None:
-    """Check the files of models against the hashes of their cards."""
-    from diffpure.models import weights
-    from diffpure.models.cards import card, local_file
+    """Check the files of models: the hashes of their cards, and that they fit their networks."""
+    from diffpure.models.cards import card, cards, local_file
 
-    wanted = [name] if name is not None else [each for each, found in _all().items() if found["present"]]
+    wanted = [card(name)] if name is not None else [each for each in cards().values() if each.present]
     wrong = []
     for each in wanted:
-        _card(each)
         try:
-            if each in weights.cards():
-                weights.embedded(each)
-            else:
-                local_file(card(each))
-            console.print(f"[green]good[/green]  {each}")
+            _check(each, local_file(each))
+            console.print(f"[green]good[/green]  {each.name}")
         except InputError as error:
             wrong.append(each)
-            console.print(f"[red]bad[/red]   {each}: {error}", soft_wrap=True)
+            console.print(f"[red]bad[/red]   {each.name}: {escape(str(error))}", soft_wrap=True)
     if wrong:
         raise typer.Exit(1)
 
@@ -118,22 +104,20 @@ def fetch(
     ] = None,
 ) -> None:
     """Download an official checkpoint (continuing an interrupted download) and verify it, or import your file of it."""
-    from diffpure.models import weights
-    from diffpure.models.cards import card, import_file
-    from diffpure.models.cards import fetch as download
+    from diffpure.models import fetch as fetching
+    from diffpure.models.cards import card
 
-    if name in weights.cards():
-        raise InputError(f"{name} is inside the package; there is nothing to fetch.")
     if source is not None:
-        path = import_file(card(name), source)
+        path = fetching.import_file(card(name), source, _check)
     else:
         with Bars() as bars:
-            path = download(card(name), lambda done, total: bars(name, done, total))
-    console.print(f"{name}: {path}", soft_wrap=True)
+            path = fetching.fetch(card(name), _check, lambda done, total: bars(name, done, total))
+    console.print(f"{name}: {escape(str(path))}", soft_wrap=True)
 
 
-def _card(name: str) -> dict[str, Any]:
-    found = _all()
-    if name not in found:
-        raise unknown("model", name, found)
-    return found[name]
+def _check(card: Card, path: Path) -> None:
+    """Refuse a file that does not fit the network of its card."""
+    from diffpure.classifiers.load import CLASSIFIERS
+    from diffpure.scores.load import SCORES
+
+    (SCORES if card.kind == "score" else CLASSIFIERS).check(card, path)

@@ -38,7 +38,7 @@ def fetch(name: Annotated[str, typer.Argument(help="cifar10")] = "cifar10") -> N
 
     if name != "cifar10":
         raise unknown("data set", name, ["cifar10"])
-    cifar10.fetch(console.print)
+    cifar10.fetch(lambda text: console.print(text, markup=False, soft_wrap=True))
 
 
 @data_app.command(epilog="Example: diffpure data where")
@@ -46,7 +46,7 @@ def where() -> None:
     """Show the cache folder, where data sets and checkpoints are kept."""
     from diffpure.disk import home
 
-    console.print(str(home()), soft_wrap=True)
+    console.print(str(home()), markup=False, soft_wrap=True)
 
 
 @train_app.command(epilog="Example: diffpure train score --recipe cifar10-small --out runs/score")

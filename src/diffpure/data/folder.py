@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +126,7 @@ def by_class(root: Path, index: Mapping[str, int], classes: Sequence[str], trans
 
 def existing(root: str | Path) -> Path:
     """The folder, if it is one."""
-    if not Path(root).is_dir():
+    if not os.path.isdir(root):
         raise InputError(f"There is no folder {root}.")
     return Path(root)
 

@@ -90,12 +90,15 @@ def _official(root: Path, devkit: Path) -> Files:
     found = sorted(devkit.rglob(GROUND_TRUTH)), sorted(devkit.rglob("meta.mat"))
     if not all(found):
         raise InputError(f"{devkit} is not the ILSVRC2012 devkit: it lacks {GROUND_TRUTH} or meta.mat.")
-    truth = found[0][0].read_text("utf-8").split()
-    if len(truth) != len(paths):
-        raise InputError(f"{root} has {len(paths)} images, but the ground truth of the devkit has {len(truth)} lines.")
     index = {name: label for label, name in enumerate(identifiers())}
     wnid_of = _meta(found[1][0])
-    return Files(tuple(paths), tuple(index[wnid_of[int(number)]] for number in truth), identifiers(), prepare)
+    try:
+        labels = tuple(index[wnid_of[int(number)]] for number in found[0][0].read_text("utf-8").split())
+    except (ValueError, KeyError) as error:
+        raise InputError(f"{GROUND_TRUTH} holds something else than the numbers of classes ({error}).") from error
+    if len(labels) != len(paths):
+        raise InputError(f"{root} has {len(paths)} images, but the ground truth of the devkit has {len(labels)} lines.")
+    return Files(tuple(paths), labels, identifiers(), prepare)
 
 
 def _meta(path: Path) -> dict[int, str]:
@@ -104,5 +107,8 @@ def _meta(path: Path) -> dict[int, str]:
         loadmat = import_module("scipy.io").loadmat
     except ImportError as error:
         raise InputError("The devkit's meta.mat needs scipy; install it, or use class folders or a CSV.") from error
-    synsets = loadmat(path, squeeze_me=True)["synsets"]
-    return {int(s["ILSVRC2012_ID"]): str(s["WNID"]) for s in synsets if int(s["num_children"]) == 0}
+    try:
+        synsets = loadmat(path, squeeze_me=True)["synsets"]
+        return {int(s["ILSVRC2012_ID"]): str(s["WNID"]) for s in synsets if int(s["num_children"]) == 0}
+    except Exception as error:  # scipy's reader fails in ways of its own
+        raise InputError(f"{path} is damaged or not the meta.mat of ILSVRC2012.") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,7 @@ def _names(text: str) -> tuple[str, ...]:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """A safetensors file that is open, with its damage told in one sentence."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise InputError(f"There is no safetensors file {path}.")
     try:
         with safe_open(path, "pt") as file:

@@ -1,81 +1,128 @@
-"""Cards: what is known about each official checkpoint, and where its file is on this machine.
+"""Cards: what is known about each model that has a name, and where its weights are.
 
-`scores/cards.toml` and `classifiers/cards.toml` hold a table a checkpoint: original file name and source, sha256 (or
-its first digits, or "unknown"), licence, the paper's tables that use it, the default t*, and the network's full-size
-configuration. Files live in the user's cache, in models/NAME/. A file of unknown hash is recorded
-when it is first loaded, and a later change of it is warned about.
+A card is a table of `embedded.toml` (weights inside the package), `scores.toml` or `classifiers.toml` (official
+checkpoints, kept in the user's cache in models/NAME/): what the model is (kind, architecture, and the arguments or the
+official configuration of its network), its file, layout, SHA-256 (or its first digits, or "unknown"), licence and
+source, and for official ones a link, the paper's tables that use it and its t*. Whatever else a table says is kept: its
+values as how the model was made, its tables as what was measured.
+
+Adding a model means adding its table here and, where its network is new, one line to `ARCHITECTURES` of
+`scores.load` or `classifiers.load`.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import tomllib
-import urllib.error
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
-from diffpure.disk import Progress, download, home
+from diffpure.disk import home, write_whole
 from diffpure.errors import InputError, unknown
-from diffpure.models.checkpoints import check_hash, read, sha256
+from diffpure.models.checkpoints import check_hash, sha256
 
 Kind = Literal["score", "classifier"]
 
 UNKNOWN: Final = "unknown"
+EMBEDDED: Final = "embedded.toml"
+FILES: Final = (EMBEDDED, "scores.toml", "classifiers.toml")
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """One official checkpoint: where it comes from, what it is, and what the paper does with it."""
+    """One model: what it is, where its weights are, where they come from, and what was measured."""
 
     name: str
     kind: Kind
-    architecture: str
-    layout: str
-    file: str  # the name under which it was published
-    source: str  # where it is described or found by hand
+    architecture: str  # its constructor in the ARCHITECTURES of its kind
+    file: str  # the name of its file, as it was published
     licence: str
-    url: str = ""  # a direct link, if there is one
+    embedded: bool = False  # inside the package, not in the cache
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the constructor
+    config: Mapping[str, Any] = field(default_factory=dict)  # or the official configuration of the network
+    layout: str = "plain"
     sha256: str = UNKNOWN  # in full, or the first digits where only those are published
-    tables: tuple[str, ...] = ()
+    source: str = ""  # where it is described or found by hand
+    url: str = ""  # a direct link, if there is one
+    tables: tuple[str, ...] = ()  # of the paper
     t_star: float | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
+    made: Mapping[str, Any] = field(default_factory=dict)  # how: data, command, seed, hours, …
+    measured: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
         """Where the file is kept on this machine."""
+        if self.embedded:
+            return Path(str(resources.files("diffpure.models.weights").joinpath(self.file)))
         return home() / "models" / self.name / self.file
 
     @property
     def present(self) -> bool:
         """Whether the file is on this machine."""
-        return self.path.is_file()
+        try:
+            return self.path.is_file()
+        except InputError:  # there is no cache
+            return False
+
+    @property
+    def where(self) -> str:
+        """Where the weights are, for people."""
+        return "in the package" if self.embedded else str(self.path) if self.present else "not fetched"
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What the constructor of its network is called with."""
+        return {"config": self.config} if self.config else dict(self.arguments)
+
+    def plain(self) -> dict[str, Any]:
+        """The card as a flat table, with where its weights are."""
+        known = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("made", "measured")}
+        return {"where": self.where, "present": self.present, **known, **self.made, **self.measured}
 
 
 def cards(kind: Kind | None = None) -> dict[str, Card]:
     """All cards by name, or those of one kind."""
-    kinds: tuple[Kind, ...] = ("score", "classifier") if kind is None else (kind,)
-    return {name: card for each in kinds for name, card in _read_cards(each).items()}
+    return {name: card for name, card in _all().items() if kind in (None, card.kind)}
 
 
 def card(name: str, kind: Kind | None = None) -> Card:
     """The card of that name."""
     known = cards(kind)
     if name not in known:
-        raise unknown("checkpoint", name, known)
+        raise unknown("model", name, known)
     return known[name]
+
+
+@cache
+def _all() -> dict[str, Card]:
+    found: dict[str, Card] = {}
+    for file in FILES:
+        text = resources.files("diffpure.models").joinpath(file).read_text("utf-8")
+        for name, table in tomllib.loads(text).items():
+            found[name] = _card(name, {**table, "embedded": file == EMBEDDED})
+    return found
+
+
+def _card(name: str, table: dict[str, Any]) -> Card:
+    """A card from its table; what is no field of it is how the model was made, or a table of what was measured."""
+    known = {f.name for f in fields(Card)}
+    given: dict[str, Any] = {key: value for key, value in table.items() if key in known}
+    made = {key: value for key, value in table.items() if key not in known and not isinstance(value, dict)}
+    measured = {key: value for key, value in table.items() if key not in known and isinstance(value, dict)}
+    return Card(name=name, **{**given, "tables": tuple(given.get("tables", ()))}, made=made, measured=measured)
 
 
 def card_of_file(path: Path, kind: Kind, like: str | None) -> Card:
     """The card a user's own file is read by: the named one, else the one that publishes this very file."""
     if like is not None:
         return card(like, kind)
-    fitting = [each for each in cards(kind).values() if each.file == path.name]
+    fitting = [each for each in cards(kind).values() if each.file == path.name and not each.embedded]
     if len(fitting) != 1:
         raise InputError(
             f"What {path.name} is for cannot be told from its name; say like=NAME, one of {', '.join(cards(kind))}."
@@ -92,61 +139,38 @@ def local_file(card: Card) -> Path:
     return card.path
 
 
-def _read_cards(kind: Kind) -> dict[str, Card]:
-    text = resources.files(f"diffpure.{kind}s").joinpath("cards.toml").read_text("utf-8")
-    tables = tomllib.loads(text).items()
-    return {name: Card(name=name, kind=kind, **{**t, "tables": tuple(t.get("tables", ()))}) for name, t in tables}
-
-
 def verify(card: Card, path: Path) -> None:
     """Check a file against its card, or against what was recorded when a file of unknown hash was first loaded."""
     if card.sha256 != UNKNOWN:
         check_hash(path, card.sha256)
         return
-    register = home() / "hashes.json"
-    recorded: dict[str, str] = json.loads(register.read_text("utf-8")) if register.is_file() else {}
-    actual = sha256(path)
-    before = recorded.setdefault(card.name, actual)
-    if before != actual:
+    recorded, actual = _recorded(), sha256(path)
+    before = recorded.get(card.name)
+    if before == actual:
+        return
+    if before is not None:
         change = f"SHA-256 was {before}, is {actual}"
         warnings.warn(f"{path.name} changed since it was first loaded: {change}.", stacklevel=2)
-        recorded[card.name] = actual
-    register.parent.mkdir(parents=True, exist_ok=True)
-    register.write_text(json.dumps(recorded, indent=1), "utf-8")
-
-
-def import_file(card: Card, path: Path) -> Path:
-    """Copy a file the user already has to its place, once it is verified and readable."""
-    read(path)
-    if card.sha256 != UNKNOWN:
-        check_hash(path, card.sha256)
-    card.path.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(path, card.path)
-    return card.path
-
-
-def fetch(card: Card, progress: Progress | None = None) -> Path:
-    """Download a checkpoint, going on from where an earlier attempt stopped, and verify it before it counts."""
-    if card.present:
-        verify(card, card.path)
-        return card.path
-    if not card.url:
-        raise InputError(
-            f"{card.name} has no direct link; get {card.file} from {card.source} and run "
-            f"`diffpure models fetch {card.name} --from FILE`."
-        )
-    part = card.path.with_name(card.file + ".part")
-    part.parent.mkdir(parents=True, exist_ok=True)
     try:
-        download(card.url, part, progress)
-    except (urllib.error.URLError, OSError) as error:
-        raise InputError(f"{card.url} could not be downloaded ({error}); run it again to resume.") from error
+        _register().parent.mkdir(parents=True, exist_ok=True)
+        write_whole(_register(), json.dumps({**recorded, card.name: actual}, indent=1).encode())
+    except OSError as error:  # a cache that only others may write to still has good files
+        warnings.warn(f"The hash of {path.name} cannot be recorded in {_register()} ({error}).", stacklevel=2)
+
+
+def _register() -> Path:
+    """Where the hashes of files are kept whose publishers give none."""
+    return home() / "hashes.json"
+
+
+def _recorded() -> dict[str, str]:
     try:
-        if card.sha256 != UNKNOWN:
-            check_hash(part, card.sha256)
-        read(part)
-    except InputError:
-        part.unlink()  # a wrong file must not be resumed
-        raise
-    part.replace(card.path)
-    return card.path
+        content = json.loads(_register().read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError):
+        content = None
+    if not isinstance(content, dict):
+        warnings.warn(f"{_register()} is damaged, so what was recorded before is not known.", stacklevel=3)
+        return {}
+    return content

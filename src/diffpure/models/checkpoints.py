@@ -101,6 +101,12 @@ def _damaged(path: Path) -> InputError:
 
 def load_state(network: nn.Module, state: Mapping[str, Any], origin: str) -> None:
     """Copy a state dict into a network if every key and shape agrees; else one sentence, and nothing is loaded."""
+    check_state(network, state, origin)
+    network.load_state_dict(state, strict=True)
+
+
+def check_state(network: nn.Module, state: Mapping[str, Any], origin: str) -> None:
+    """Refuse a state dict in which a key or shape differs from the network's."""
     own = network.state_dict()
     missing = [key for key in own if key not in state]
     extra = [key for key in state if key not in own]
@@ -117,7 +123,6 @@ def load_state(network: nn.Module, state: Mapping[str, Any], origin: str) -> Non
         shape = tuple(state[key].shape) if isinstance(state[key], Tensor) else type(state[key]).__name__
         if shape != tuple(tensor.shape):
             raise InputError(f"{origin} has {key!r} of shape {shape}, but {tuple(tensor.shape)} is expected.")
-    network.load_state_dict(state, strict=True)
 
 
 def frozen(network: Module) -> Module:

@@ -16,6 +16,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,7 +55,7 @@ def load_object(
     function = getattr(module, name, None)
     if not callable(function):
         raise InputError(f"{place} has no function {name!r}, which {spec!r} asks for.")
-    made = function(**_checked(spec, function, dict(arguments or {})))
+    made = function(**checked_arguments(spec, function, arguments))
     mark(made, Path(str(module.__file__)))
     return made
 
@@ -67,9 +68,9 @@ def mark(made: object, file: Path) -> None:
 
 def _from_file(path: Path) -> ModuleType:
     """The module in a Python file, whose folder can be imported from while it is run, as Python does it itself."""
-    path = path.resolve()
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise InputError(f"There is no Python file {path}.")
+    path = path.resolve()
     name = f"diffpure_user_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
     found = importlib.util.spec_from_file_location(name, path)
     assert found is not None
@@ -98,12 +99,12 @@ def _from_package(name: str) -> ModuleType:
     return module
 
 
-def _checked(spec: str, function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments, once the function takes them."""
+def checked_arguments(spec: str, function: Any, arguments: Mapping[str, Any] | None, *before: object) -> dict[str, Any]:
+    """A table of arguments, once the function takes them after those that stand before."""
     try:
-        inspect.signature(function).bind(**arguments)
+        inspect.signature(function).bind(*before, **(arguments or {}))
     except TypeError as error:
         raise InputError(f"{spec} does not take these arguments ({error}).") from error
     except ValueError:
         pass  # a function without a signature checks them itself
-    return arguments
+    return dict(arguments or {})

@@ -122,10 +122,15 @@ class _Walk:
             for key, value in _attributes(part).items():
                 self.say("attribute", key)
                 self.add(value, f"{here}.{key}")
+        rest = dict(module.state_dict())  # what quantised layers and others keep beside parameters and buffers
         for kind, tensors in (("parameter", module.named_parameters), ("buffer", module.named_buffers)):
             for name, tensor in tensors(remove_duplicate=False):
                 self.say(kind, name)
                 self.add_array(tensor, f"{where}.{name}")
+                rest.pop(name, None)
+        for name, value in rest.items():
+            self.say("state", name)
+            self.add(value, f"{where}.{name}")
 
     def add_script(self, scripted: Any, where: str) -> None:
         """Hash the code of TorchScript, and the tensors that are constants in it."""
@@ -140,7 +145,8 @@ class _Walk:
         if isinstance(value, Tensor):
             if value.is_meta or value.layout is not torch.strided:
                 raise _unidentifiable(where, "a tensor without plain values")
-            value = value.detach().cpu().resolve_conj().resolve_neg()
+            value = value.detach().cpu().dequantize() if value.is_quantized else value.detach().cpu()
+            value = value.resolve_conj().resolve_neg()
             self.say("tensor", value.dtype, tuple(value.shape))
             self.sha.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
             return

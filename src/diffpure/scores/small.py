@@ -19,7 +19,7 @@ so that D(z) → z as t → 0 whatever F says. In terms of the noise, ε̂ = (z 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final, TypeVar, final
 
@@ -157,6 +157,3 @@ def _zero(module: M) -> M:
     for parameter in module.parameters():
         nn.init.zeros_(parameter)
     return module
-
-
-ARCHITECTURES: Final[dict[str, Callable[..., EpsilonScore]]] = {"SmallUNet": SmallUNet}

@@ -2,7 +2,7 @@
 
 `follow` builds the network from the seed, trains it on CIFAR-10's training set and returns it with its averaged
 weights; a run that was killed goes on when the same recipe is followed in the same folder. `export` writes the file
-that `diffpure.models.weights.embedded` reads and gives the part of the card that follows from the file.
+that an embedded model is read from and gives the part of the card that follows from the file.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from diffpure.classifiers.small import ARCHITECTURES, SmallResNet, small_vit
+from diffpure.classifiers.load import CLASSIFIERS
+from diffpure.classifiers.small import SmallResNet, small_vit
 from diffpure.data.cifar10 import Images
 from diffpure.diffusion.score import EpsilonScore
 from diffpure.errors import unknown
-from diffpure.models.weights import Card, embedded, pack
+from diffpure.models.cards import card, local_file
+from diffpure.models.weights import pack
 from diffpure.scores.small import SmallUNet
 from diffpure.training.adversarial import FAST_LINF
 from diffpure.training.classifier import ClassifierConfig, train_classifier
@@ -62,7 +64,7 @@ def follow(name: str, images: Images, folder: Path | None, console: Console | No
     return model.eval()
 
 
-def export(name: str, model: nn.Module, folder: Path) -> Card:
+def export(name: str, model: nn.Module, folder: Path) -> dict[str, Any]:
     """Write NAME.safetensors in half precision; returns what its card says of the file and of the network's cost."""
     data = pack(model.state_dict())
     file = folder / f"{name}.safetensors"
@@ -86,10 +88,8 @@ def _whitened(images: Images) -> SmallResNet:
 
 def _shipped(name: str) -> nn.Module:
     """An embedded classifier to go on from: adversarial training from trained weights needs half the epochs."""
-    card, state = embedded(name)
-    model = ARCHITECTURES[card["architecture"]](**card["arguments"])
-    model.load_state_dict(state)
-    return model
+    about = card(name, "classifier")
+    return CLASSIFIERS.read(about, local_file(about))
 
 
 RECIPES: Final[dict[str, Recipe]] = {
