@@ -30,7 +30,7 @@ test: $(VENV)/.test  ## the whole test suite, one worker per core
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --quiet $(TESTS)
 
 test-golden: $(VENV)/.test  ## the golden tests alone, on the files in GOLDEN=folder
-	OMP_NUM_THREADS=1 DIFFPURE_GOLDEN="$(abspath $(GOLDEN))" $(BIN)/pytest --quiet -k golden $(TESTS)
+	OMP_NUM_THREADS=1 DIFFPURE_GOLDEN="$(GOLDEN)" $(BIN)/pytest --quiet -k golden $(TESTS)
 
 test-all:  ## the test suite with every optional package and a browser, in .venv-all
 	PYTHON="$(PYTHON)" VENV="$(VENV)-all" .ci/test-all $(TESTS)

@@ -1,4 +1,4 @@
-"""What is shipped: the lists of the wheel and the source distribution, their metadata, the extras, the Dockerfile."""
+"""What is shipped: the lists of the wheel and the source distribution, their metadata, the scripts, the Dockerfile."""
 
 from __future__ import annotations
 
@@ -93,12 +93,12 @@ def test_the_source_distribution_can_be_built_and_tested(dist: Path) -> None:
     assert {p.relative_to(ROOT).as_posix() for p in (ROOT / "tests" / "golden").iterdir()} <= names
 
 
-def test_the_extra_of_all_tests_names_every_extra() -> None:
-    extras = dict(PROJECT["optional-dependencies"])
-    together = " ".join(extras.pop("all"))
-    named = re.search(r"diffpure\[(.*?)\]", together)
-    assert named
-    assert set(named[1].split(",")) == set(extras)
+@pytest.mark.parametrize("script", ["run", "test-all"])
+def test_the_scripts_of_the_tests_are_shell_that_stops_at_errors(script: str) -> None:
+    file = ROOT / ".ci" / script
+    assert file.stat().st_mode & 0o111
+    assert "\nset -euo pipefail\n" in file.read_text()
+    assert subprocess.run(["bash", "-n", file]).returncode == 0
 
 
 # ---------------------------------------------------------------------------------------------------- Dockerfile
