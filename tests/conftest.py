@@ -1,9 +1,9 @@
-"""Threads for tests, where the golden files are, and the evaluation that others are compared with."""
+"""Threads for tests, the golden numbers, and the evaluation that others are compared with."""
 
 from __future__ import annotations
 
+import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,22 +11,21 @@ import torch
 
 if TYPE_CHECKING:
     from diffpure.evaluation.results import Result
+    from goldens import Paper
 
 os.environ.pop("COLUMNS", None)  # a console that is made while it is set keeps that width; tests set their own
 torch.set_num_threads(1)  # pytest-xdist runs one worker a core; more threads than cores spin
 
 
 @pytest.fixture(scope="session")
-def golden() -> Path:
-    """The folder of golden numbers: $DIFFPURE_GOLDEN, ../shared/golden, or the reduced set in tests/golden."""
-    here = Path(__file__).parent
-    candidates = [here.parent.parent / "shared" / "golden", here / "golden"]
-    if os.environ.get("DIFFPURE_GOLDEN"):
-        candidates.insert(0, Path(os.environ["DIFFPURE_GOLDEN"]))
-    for folder in candidates:
-        if folder.is_dir():
-            return folder
-    pytest.skip("no golden files: set DIFFPURE_GOLDEN or provide tests/golden")
+def paper() -> Paper:
+    """The golden numbers of the paper's schedule, or of another that $DIFFPURE_GOLDEN holds."""
+    from goldens import FOLDER, Paper  # only here, as most tests need no network
+
+    file = FOLDER / "vpsde_paper.json"
+    if not file.is_file():
+        pytest.skip(f"no {file.name} in {FOLDER}")
+    return Paper(json.loads(file.read_text()))
 
 
 @pytest.fixture(scope="session")

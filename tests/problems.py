@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path as FilePath
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -27,7 +24,6 @@ from diffpure.diffusion.samplers import (
 from diffpure.diffusion.sde import VPSDE, over
 from diffpure.noise import Noise
 from diffpure.scores import EpsilonScore, GaussianScore
-from diffpure.scores.ddpmpp import DDPMppScore
 
 # Every sampler with few steps: the table that contract tests run over. Adding a sampler means adding a line.
 SAMPLERS: dict[str, Sampler] = {
@@ -95,43 +91,33 @@ def images(batch: int = 4, size: int = 8, dtype: torch.dtype = torch.float32, se
     return torch.rand(batch, 3, size, size, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def golden_score(folder: FilePath, name: str) -> EpsilonScore:
-    """The small DDPM++ network of a golden file, with the file's weights."""
-    config = json.loads((folder / f"{name}.json").read_text())
-    tensors = load_file(folder / f"{name}.safetensors")
-    score = DDPMppScore.from_config(config["config"])
-    dtypes = {key: getattr(torch, dtype) for key, _, dtype in config["state_dict"]}
-    state = {key: tensors[f"state/{key}"].to(dtype) for key, dtype in dtypes.items()}
-    score.network.load_state_dict(state, strict=True)
-    return score.requires_grad_(False).eval()
-
-
 @dataclass(frozen=True)
 class GaussianWorld:
     """Data N(0, v0) on the line: everything about x(0) given x(t*) is known (appendix B.5)."""
 
     variance: float
     t_star: float = 0.1
+    sde: VPSDE = VPSDE()
 
     @property
     def score(self) -> GaussianScore:
-        return GaussianScore(0.0, self.variance)
+        return GaussianScore(0.0, self.variance, self.sde)
 
     @property
     def marginal(self) -> float:
         """Var x(t*)."""
-        alpha = VPSDE().alpha(self.t_star).item()
+        alpha = self.sde.alpha(self.t_star).item()
         return 1 - alpha + alpha * self.variance
 
     @property
     def phi(self) -> float:
         """∂E[x(0) | x(t*)]/∂x(t*)."""
-        return self.variance * math.sqrt(VPSDE().alpha(self.t_star).item()) / self.marginal
+        return self.variance * math.sqrt(self.sde.alpha(self.t_star).item()) / self.marginal
 
     @property
     def posterior(self) -> float:
         """Var(x(0) | x(t*))."""
-        return self.variance * VPSDE().std(self.t_star).item() ** 2 / self.marginal
+        return self.variance * self.sde.std(self.t_star).item() ** 2 / self.marginal
 
     def moments(self, sampler: Sampler) -> tuple[float, float]:
         """(a, v): the sampler's x(0) given x(t*) is exactly N(a x(t*), v), as every step is linear."""

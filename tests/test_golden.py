@@ -1,14 +1,10 @@
 """The paper's networks compute the function of the reference: proven on files of keys, random weights and results.
 
-The folder is $DIFFPURE_GOLDEN, else shared/golden beside the repository, else the reduced set in tests/golden. Every
-network is built from the `config` in its file, so files with other configurations pass too.
+Where the files are, and how each is read: `goldens.py`.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,102 +13,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from diffpure.classifiers.attributes import AttributeClassifier, AttributeNet
-from diffpure.classifiers.resnet import CifarResNet, ImageNetResNet
-from diffpure.classifiers.vit import VisionTransformer
-from diffpure.classifiers.wrn import DMWideResNet, WideResNet
+from diffpure.classifiers.attributes import AttributeClassifier
+from diffpure.classifiers.wrn import DMWideResNet
 from diffpure.diffusion.score import EpsilonScore
 from diffpure.diffusion.sde import VPSDE, DiscreteVP, over
 from diffpure.errors import InputError
-from diffpure.models.checkpoints import LAYOUTS, frozen, load_state, read
-from diffpure.scores.ddpm import DDPMScore, DDPMUNet
-from diffpure.scores.ddpmpp import DDPMpp, DDPMppScore
-from diffpure.scores.guided import GuidedScore, GuidedUNet
-from diffpure.scores.hf import HFScore, unet2d
-
-Config = Mapping[str, Any]
-
-HERE = Path(__file__).parent
-FOLDERS = (HERE.parents[1] / "shared" / "golden", HERE / "golden")
-FOLDER = Path(os.environ["DIFFPURE_GOLDEN"]) if "DIFFPURE_GOLDEN" in os.environ else next(
-    (folder for folder in FOLDERS if folder.is_dir()), FOLDERS[-1]
-)  # fmt: skip
-
-
-def hf_score(config: Config) -> HFScore:
-    return HFScore(unet2d(config), size=config["sample_size"], channels=config["in_channels"])
-
-
-# A key that only this network has, and how it is built: the raw network, and the score model around it.
-NETWORKS: dict[str, Callable[[Config], nn.Module]] = {
-    "all_modules.0.weight": DDPMpp.from_config,
-    "input_blocks.0.0.weight": GuidedUNet.from_config,
-    "temb.dense.0.weight": DDPMUNet.from_config,
-    "time_embedding.linear_1.weight": unet2d,
-    "block1.layer.0.conv1.weight": WideResNet.from_config,
-    "init_conv.weight": DMWideResNet.from_config,
-    "linear.weight": CifarResNet.from_config,
-    "layer1.0.downsample.0.weight": ImageNetResNet.from_config,
-    "cls_token": VisionTransformer.from_config,
-    "lod_in": AttributeNet.from_config,
-}
-SCORES: dict[str, Callable[[Config], EpsilonScore]] = {
-    "all_modules.0.weight": DDPMppScore.from_config,
-    "input_blocks.0.0.weight": GuidedScore.from_config,
-    "temb.dense.0.weight": DDPMScore.from_config,
-    "time_embedding.linear_1.weight": hf_score,
-}
-
-
-def record(name: str, kind: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((FOLDER / f"{name}.{kind}.json").read_text())
-    return content
-
-
-def names(kind: str) -> list[str]:
-    """The files of a kind that describe a network by its state dict."""
-    found = (path.name.removesuffix(f".{kind}.json") for path in sorted(FOLDER.glob(f"*.{kind}.json")))
-    return [name for name in found if "state_dict" in record(name, kind)]
-
-
-def family(name: str, kind: str) -> str:
-    """The network a file is for, told by its keys."""
-    keys = {key for key, _, _ in record(name, kind)["state_dict"]}
-    return next(marker for marker in NETWORKS if marker in keys)
-
-
-def giving(tensor: str) -> list[str]:
-    """The small diffusion networks whose file holds a tensor."""
-    scores = [name for name in names("small") if family(name, "small") in SCORES]
-    return [name for name in scores if tensor in record(name, "small")["tensors"]]
-
-
-def small(name: str) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
-    """What is written about a small network, its tensors, and its state in the dtypes of the original."""
-    about, tensors = record(name, "small"), load_file(FOLDER / f"{name}.small.safetensors")
-    dtypes = {key: getattr(torch, dtype) for key, _, dtype in about["state_dict"]}
-    return about, tensors, {key: tensors[f"state/{key}"].to(dtype) for key, dtype in dtypes.items()}
-
-
-def built(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The raw network of a golden file in channels-last, as users run it, and the file's tensors."""
-    about, tensors, state = small(name)
-    network = build(NETWORKS[family(name, "small")], about["config"])
-    load_state(network, state, name)
-    return frozen(network), tensors
-
-
-def build(make: Callable[[Config], Any], config: Config) -> Any:
-    if make in (unet2d, hf_score):
-        pytest.importorskip("diffusers")
-    return make(config)
-
-
-def score_of(name: str) -> tuple[EpsilonScore, dict[str, Tensor]]:
-    network, tensors = built(name)
-    score = build(SCORES[family(name, "small")], record(name, "small")["config"])
-    score.network = network
-    return score, tensors
+from diffpure.models.checkpoints import LAYOUTS, load_state, read
+from diffpure.scores.ddpmpp import DDPMpp
+from diffpure.scores.guided import GuidedScore
+from goldens import FOLDER, NETWORKS, REDUCED, Run, build, built, family, giving, names, record, runs, score_of
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -124,6 +33,15 @@ def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 
 def test_golden_files_are_there() -> None:
     assert names("full") or names("small"), f"{FOLDER} holds no golden file"
+
+
+@pytest.mark.skipif(FOLDER != REDUCED, reason="only the reduced set promises that no golden test goes without a file")
+def test_golden_files_of_the_repository_reach_every_test() -> None:
+    assert runs()
+    assert (FOLDER / "vpsde_paper.json").is_file()
+    assert list(FOLDER.glob("*.small.pth"))
+    assert all(giving(f"output/{tensor}") for tensor in ("score", "ld_drift", "p_sample"))
+    assert {family(name, "full") for name in names("full")} == set(NETWORKS)
 
 
 @pytest.mark.parametrize("name", names("full"))
@@ -248,13 +166,9 @@ def test_golden_legacy_attention_names(name: str) -> None:
     assert all(key == current for key, current in LAYOUTS["diffusers"](old, nn.Module()).items())
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("torchsde_em*.json")), ids=lambda path: path.name)
-def test_golden_reverse_sde_and_its_exact_gradient(path: Path) -> None:
-    network = json.loads(path.read_text())["network"].removesuffix(".small.safetensors")
-    if network not in names("small"):
-        pytest.skip("the network of this run is not in the folder")
-    score, _ = score_of(network)
-    tensors = load_file(path.with_suffix(".safetensors"))
+@pytest.mark.parametrize("run", runs(), ids=lambda run: run.name)
+def test_golden_reverse_sde_and_its_exact_gradient(run: Run) -> None:
+    (score, _), tensors = score_of(run.network), run.tensors
     x = start = tensors["input/x_tstar"].requires_grad_()
     steps = zip(tensors["input/t_prime_start"], tensors["input/t_prime_end"], tensors["input/dW"], strict=True)
     for begin, end, dW in steps:

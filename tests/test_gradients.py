@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import subprocess
@@ -25,7 +24,6 @@ from diffpure.diffusion.gradients import (
 from diffpure.diffusion.samplers import FewStep, Langevin, ProbabilityFlow, ReverseSDE
 from diffpure.errors import InputError
 from diffpure.noise import Noise
-from diffpure.scores import GaussianScore
 from problems import EULER, SAMPLERS, GaussianWorld, images, tiny_unet
 
 VARIANCES = (0.01, 0.05, 0.1, 0.5, 1.0)
@@ -184,10 +182,10 @@ def test_a_backward_pass_recomputes_in_the_precision_of_the_forward_pass(dtype):
 # ---------------------------------------------------------------------------------------------------- Gaussian world
 
 
-def phi(mode, variance, dt, t_star=0.1, end=1e-12):
+def phi(mode, world, dt, end=1e-12):
     """∂x(0)/∂x(t*) through the solver in the Gaussian world of appendix B.5."""
     x = torch.ones(1, 1, 1, 1, dtype=torch.float64, requires_grad=True)
-    _, path = ReverseSDE(t_star=t_star, dt=dt, end=end)(GaussianScore(0.0, variance), x, Noise((1,)))
+    _, path = ReverseSDE(t_star=world.t_star, dt=dt, end=end)(world.score, x, Noise((1,)))
     return torch.autograd.grad(mode(path, x).sum(), x)[0].item()
 
 
@@ -195,19 +193,20 @@ def phi(mode, variance, dt, t_star=0.1, end=1e-12):
 @pytest.mark.parametrize("mode", [Exact(), Adjoint(), Adjoint(times="end")])
 def test_gradient_error_falls_at_first_order(variance, mode):
     """|φ_num - φ_ana| / |φ_ana| is tenfold smaller for a tenfold smaller step (the paper's figure)."""
-    known = GaussianWorld(variance).phi
-    errors = [abs(phi(mode, variance, dt) / known - 1) for dt in (1e-2, 1e-3, 1e-4)]
+    world = GaussianWorld(variance)
+    errors = [abs(phi(mode, world, dt) / world.phi - 1) for dt in (1e-2, 1e-3, 1e-4)]
     assert errors[0] > errors[1] > errors[2]
     assert errors[1] / errors[2] == pytest.approx(10, rel=0.15)
 
 
-def test_golden_analytic_gradients(golden):
-    for row in json.loads((golden / "vpsde_paper.json").read_text())["analytic_gradient"]:
-        assert GaussianWorld(row["sigma0_sq"], row["t_star"]).phi == pytest.approx(row["phi_ana"], rel=1e-12)
+def test_golden_analytic_gradients(paper):
+    for row in paper.numbers["analytic_gradient"]:
+        world = GaussianWorld(row["sigma0_sq"], row["t_star"], paper.sde)
+        assert world.phi == pytest.approx(row["phi_ana"], rel=1e-12)
         for dt, known in row["euler_maruyama"].items():
             if float(dt) < 1e-3:
                 continue
-            found = phi(Exact(), row["sigma0_sq"], float(dt), row["t_star"])
+            found = phi(Exact(), world, float(dt))
             assert found == pytest.approx(known["phi_em"], rel=1e-9)
 
 

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torchdiffeq import odeint
 
 from diffpure.diffusion.gradients import Exact, walk
@@ -24,7 +23,8 @@ from diffpure.diffusion.sde import VPSDE
 from diffpure.errors import InputError
 from diffpure.noise import Noise
 from diffpure.scores import GaussianScore
-from problems import SAMPLERS, GaussianWorld, golden_score, tiny_unet
+from goldens import runs, score_of
+from problems import SAMPLERS, GaussianWorld, tiny_unet
 
 VARIANCES = (0.01, 0.05, 0.1, 0.5, 1.0)
 
@@ -144,18 +144,17 @@ def test_probability_flow_against_torchdiffeq():
     assert torch.allclose(walk(path, start), known, atol=1e-12)
 
 
-def test_golden_euler_maruyama(golden):
+@pytest.mark.parametrize("run", runs(), ids=lambda run: run.name)
+def test_golden_euler_maruyama(run):
     """One purification by torchsde, replayed with its recorded increments: x(0), and the exact gradient."""
-    if not (golden / "torchsde_em.safetensors").exists():
-        pytest.skip("no torchsde_em golden in this folder")
-    data = load_file(golden / "torchsde_em.safetensors")
+    (score, _), data = score_of(run.network), run.tensors
     times = torch.cat([1 - data["input/t_prime_start"].double(), 1 - data["input/t_prime_end"][-1:].double()])
 
     def noise(step, like):
         return data["input/dW"][step - 1] / (times[step - 1] - times[step]).sqrt().to(like.dtype)
 
     x = data["input/x_tstar"].clone().requires_grad_()
-    path = ReverseSDE(t_star=0.05).path(golden_score(golden, "ncsnpp.small"), times, noise)
+    path = ReverseSDE(t_star=run.about["t_star"]).path(score, times, noise)
     out = Exact()(path, x)
     assert (out - data["output/x0"]).abs().max() < 5e-5
     assert (out - data["output/x0"]).norm() / data["output/x0"].norm() < 1e-4

@@ -20,10 +20,9 @@ from diffpure.noise import Noise, mix
 SDE = VPSDE()
 
 
-def test_golden_schedule(golden):
-    found = json.loads((golden / "vpsde_paper.json").read_text())
-    sde = VPSDE(found["beta_min"], found["beta_max"])
-    for row in found["schedule"]:
+def test_golden_schedule(paper):
+    sde = paper.sde
+    for row in paper.numbers["schedule"]:
         t = row["t"]
         assert sde.beta(t).item() == pytest.approx(row["beta"], rel=1e-12)
         assert sde.integral(t).item() == pytest.approx(row["integral_beta"], rel=1e-12)
@@ -55,7 +54,7 @@ def test_inverses(t):
         assert sde.sigma(time).item() == pytest.approx((sde.std(time) / sde.alpha(time).sqrt()).item(), rel=1e-12)
 
 
-def test_discrete_chain_and_its_continuous_time(golden):
+def test_discrete_chain_and_its_continuous_time():
     chain = SDE.discrete()
     product = 1.0
     for i, beta in enumerate(chain.betas):
@@ -66,8 +65,14 @@ def test_discrete_chain_and_its_continuous_time(golden):
     assert chain.alpha_bar(-1).item() == 1.0
     assert chain.alpha_bar(99).item() == pytest.approx(0.89702, abs=5e-6)
     assert SDE.alpha(0.1).item() == pytest.approx(0.89628, abs=5e-6)
-    for row in json.loads((golden / "vpsde_paper.json").read_text())["discrete_forward"]:
+
+
+def test_golden_discrete_chain(paper):
+    chain = paper.sde.discrete(paper.steps)
+    for row in paper.numbers["discrete_forward"]:
         assert chain.alpha_bar(row["index"]).item() == pytest.approx(row["alpha_bar_float64"], rel=1e-12)
+        alpha = paper.sde.alpha(row["noise_level"] / paper.steps).item()
+        assert alpha == pytest.approx(row[f"alpha_continuous_at_n_over_{paper.steps}"], rel=1e-12)
 
 
 def test_chain_tends_to_the_sde_at_first_order():

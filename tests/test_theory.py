@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import pytest
 import torch
@@ -70,14 +69,15 @@ def test_the_bound_of_a_moved_distribution_holds():
         assert kl_diffused(SDE, t, CLEAN, ATTACKED) <= kl_bound_of_perturbation(SDE, t, 0.1)
 
 
-def test_golden_theorem_2(golden):
-    for row in json.loads((golden / "vpsde_paper.json").read_text())["theorem2"]:
+def test_golden_theorem_2(paper):
+    sde = paper.sde
+    for row in paper.numbers["theorem2"]:
         assert c_delta(row["d"], row["delta"]) == pytest.approx(row["C_delta"], rel=1e-12)
         for term in row["terms"]:
-            assert SDE.gamma(term["t_star"]).item() == pytest.approx(term["gamma"], rel=1e-12)
-            found = distance_bound(SDE, term["t_star"], row["d"], delta=row["delta"])
+            assert sde.gamma(term["t_star"]).item() == pytest.approx(term["gamma"], rel=1e-12)
+            found = distance_bound(sde, term["t_star"], row["d"], delta=row["delta"])
             assert found == pytest.approx(term["noise_term"], rel=1e-12)
-            more = distance_bound(SDE, term["t_star"], row["d"], 1.5, 10.0, row["delta"])
+            more = distance_bound(sde, term["t_star"], row["d"], 1.5, 10.0, row["delta"])
             assert more == pytest.approx(1.5 + term["noise_term"] + 10 * term["gamma"], rel=1e-12)
 
 
