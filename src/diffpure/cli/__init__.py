@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from diffpure.cli import demo, evaluation, images, machine, models, reporting, tables, training
-from diffpure.cli.base import app
+from diffpure.cli.base import app, visible
 from diffpure.errors import InputError
 
 __all__ = ["app", "demo", "evaluation", "images", "machine", "main", "models", "reporting", "tables", "training"]
@@ -26,7 +26,7 @@ def main() -> None:
     try:
         app()
     except InputError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]Error:[/red] {escape(str(error))}")
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]Error:[/red] {escape(visible(str(error)))}")
         sys.exit(2)
     except KeyboardInterrupt:
         Console(stderr=True).print("Interrupted.")

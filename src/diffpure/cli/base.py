@@ -1,16 +1,24 @@
-"""What all commands share: the application, the console, progress bars and threads."""
+"""What all commands share: the application, its consoles, progress, devices and threads.
+
+Results go to standard output and progress to standard error. Names come from files and may hold anything: `say` and
+`visible` show them without markup and without control characters, so that no file can talk to the terminal.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal, final
 
 import typer
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from diffpure import __version__
+from diffpure.errors import InputError
 
 app = typer.Typer(
     help="Defend an image classifier with a diffusion model, and find out honestly how robust it then is.",
@@ -18,10 +26,16 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},  # every command inherits them
 )
 console = Console(highlight=False)
+errors = Console(stderr=True, highlight=False)
+DeviceName = Literal["auto", "cpu", "cuda", "mps"]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; by default as many as torch chooses.", min=1)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+Device = Annotated[DeviceName, typer.Option(help="Where to compute; auto takes a GPU if there is one.")]
+EVERY: Final = 30.0  # seconds between two lines where there is no terminal
 
 
 def _version(wanted: bool) -> None:
@@ -47,6 +61,30 @@ def use_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
+def use_device(name: DeviceName) -> str:
+    """The device of that name, or the best one for "auto"; one sentence if this machine has it not."""
+    import torch
+
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        return next(device for device, found in there.items() if found)
+    if not there[name]:
+        has = ", ".join(device for device, found in there.items() if found)
+        raise InputError(f"Torch finds no device {name!r} on this machine; it finds {has}.")
+    return name
+
+
+def visible(text: str) -> str:
+    """Text with every character that a terminal would act on, or cannot show, written as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def say(what: object, to: Console | None = None) -> None:
+    """Print text as it is: lines are kept, but nothing in it is markup, and nothing reaches the terminal's controls."""
+    text = "\n".join(visible(line) for line in str(what).split("\n"))
+    (to or console).print(text, markup=False, soft_wrap=True)
+
+
 def grid(rows: Mapping[str, RenderableType], style: str = "bold") -> Table:
     """Keys and values side by side; a long value goes on in the next line, and nothing is cut off."""
     table = Table.grid(padding=(0, 2))
@@ -57,21 +95,93 @@ def grid(rows: Mapping[str, RenderableType], style: str = "bold") -> Table:
     return table
 
 
+# ---------------------------------------------------------------------------------------------------------- progress
+
+
+@final
+@dataclass(frozen=True)
+class _State:
+    """How far a piece of work has come."""
+
+    shown: str
+    done: int | float  # a float is a share of the total
+    total: int | float | None
+    left: str
+
+    def __str__(self) -> str:
+        return ", ".join(part for part in (f"{self.shown} {self.count}", self.left) if part)
+
+    @property
+    def count(self) -> str:
+        """Done of all: a share in per cent, other work in numbers."""
+        if isinstance(self.done, float):
+            return f"{100 * self.done / (self.total or 1):.0f} %"
+        return f"{self.done:,}" if self.total is None else f"{self.done:,}/{self.total:,}"
+
+
 class Bars:
-    """One bar for each kind of work, with an estimate of the time that is left."""
+    """Progress on standard error: a bar for each kind of work, or a line every 30 s where there is no terminal.
+
+    Work that has reached its total disappears, so that the next image's tiles take the place of the last one's.
+    """
+
+    def __init__(self, quiet: bool = False, every: float = EVERY) -> None:
+        self._quiet, self._every = quiet, every
+        self._lines = not errors.is_terminal or errors.is_dumb_terminal
+        self._states: dict[str, _State] = {}
+        self._began: dict[str, tuple[float, float]] = {}  # the time and the count of the first call
+        self._tasks: dict[str, TaskID] = {}
+        self._over = threading.Event()
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.fields[state].count}", markup=False),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[state].left}", markup=False),
+        )
+        self._bars = Progress(*columns, console=errors, transient=True, disable=quiet or self._lines)
 
     def __enter__(self) -> Bars:
-        columns = (TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bars = Progress(*columns, console=console, transient=True)
-        self._tasks: dict[str, TaskID] = {}
         self._bars.start()
+        if self._lines and not self._quiet:
+            threading.Thread(target=self._tell, daemon=True).start()
         return self
 
-    def __call__(self, what: str, done: int, total: int | None) -> None:
-        """Say how far the work called `what` has come."""
+    def __call__(
+        self, what: str, done: float, total: float | None, *, shown: str | None = None, left: str | None = None
+    ) -> None:
+        """Say how far the work called `what` has come; a float is a share of the total.
+
+        shown: what to call it now, if that changes.   left: the time that is left, if the caller knows better.
+        """
+        then, first = self._began.setdefault(what, (time.monotonic(), done))
+        if left is None:
+            left = _left(time.monotonic() - then, done - first, None if total is None else total - done)
+        state = _State(visible(what if shown is None else shown), done, total, f"{left} left" if left else "")
+        if total is not None and done >= total:
+            self._states.pop(what, None)
+            if what in self._tasks:
+                self._bars.remove_task(self._tasks.pop(what))
+            return
+        self._states[what] = state
         if what not in self._tasks:
-            self._tasks[what] = self._bars.add_task(what, total=total)
-        self._bars.update(self._tasks[what], completed=done)
+            self._tasks[what] = self._bars.add_task(state.shown, total=total, state=state)
+        self._bars.update(self._tasks[what], description=state.shown, completed=done, total=total, state=state)
 
     def __exit__(self, *_: object) -> None:
+        self._over.set()
         self._bars.stop()
+
+    def _tell(self) -> None:
+        """Print a line every now and then, until the work is over."""
+        while not self._over.wait(self._every):
+            say("; ".join(map(str, list(self._states.values()))) or "working", errors)
+
+
+def _left(elapsed: float, done: float, missing: float | None) -> str:
+    """The time that is left at the speed so far, or nothing before there is one."""
+    if missing is None or done <= 0:
+        return ""
+    minutes, seconds = divmod(round(elapsed * missing / done), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"

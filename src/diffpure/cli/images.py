@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.markup import escape
 
-from diffpure.cli.base import Bars, Threads, app, console, use_threads
+from diffpure.cli.base import Bars, Device, Quiet, Threads, app, say, use_device, use_threads, visible
 from diffpure.errors import InputError, unknown
 
 if TYPE_CHECKING:
     from diffpure.diffusion.samplers import Sampler
-    from diffpure.files import Item
+    from diffpure.files import Report
     from diffpure.purifiers.diffusion import Purifier
 
 Trajectory = Literal["none", "strip", "gif"]
+LARGEST = 64_000_000  # as diffpure.data.images has it, without waiting for torch
+POSSIBLE = 178_000_000  # where the image library itself refuses
 
 
 @app.command(epilog="Example: diffpure purify photos -o clean --fit tiles --seed 1")
@@ -27,7 +28,7 @@ def purify(
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Folder for the purified images; names and formats are kept.")
     ],
-    t_star: Annotated[float, typer.Option(help="How far to diffuse, in (0, 1].")] = 0.1,
+    t_star: Annotated[float | None, typer.Option(help="How far to diffuse, in (0, 1]; 0.1 if not given.")] = None,
     sampler: Annotated[str, typer.Option(help="sde, few-step, ode, ld, ancestral, ddim or one-shot.")] = "few-step",
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps of the sampler; its own default if not given.")
@@ -35,52 +36,93 @@ def purify(
     model: Annotated[str, typer.Option(help="Score model: a name, a file, a folder.")] = "cifar10-small",
     like: Annotated[str | None, typer.Option(help="The official checkpoint that a file is read as.")] = None,
     fit: Annotated[
-        Literal["resize", "tiles"], typer.Option(help="Other sizes: the whole resized, or tiles.")
-    ] = "resize",
+        Literal["auto", "resize", "tiles"],
+        typer.Option(help="Other sizes: the whole resized, or tiles; auto: tiles above twice the model's size."),
+    ] = "auto",
     seed: Annotated[int | None, typer.Option(help="Same seed, same result; fresh entropy without.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Images purified together.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="Images or tiles purified together.")] = 16,
+    max_pixels: Annotated[int, typer.Option(min=1, max=POSSIBLE, help="Larger images are refused.")] = LARGEST,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     trajectory: Annotated[Trajectory, typer.Option(help="Also draw the way back of each image.")] = "none",
+    device: Device = "auto",
     threads: Threads = None,
+    quiet: Quiet = False,
 ) -> None:
     """Purify images of any size; damaged files are reported at the end, and a second run continues the first."""
     use_threads(threads)
+    where = use_device(device)
     from diffpure.files import purify_files
+    from diffpure.files.tiles import native_size
     from diffpure.purifiers.diffusion import Purifier
     from diffpure.scores.load import load_score
 
-    purifier = Purifier(load_score(model, like=like), make_sampler(sampler, t_star, steps))
-    draw = None if trajectory == "none" else _drawer(purifier, out, trajectory, t_star)
-    with Bars() as bars:
-        report = purify_files(purifier, inputs, out, fit=fit, seed=seed, batch=batch, on_image=draw, progress=bars)
-    console.print(f"{len(report.done)} purified, {len(report.skipped)} already there, {len(report.failed)} failed.")
-    for name, reason in report.failed:
-        console.print(f"[red]failed[/red]  {escape(f'{name}: {reason}')}", soft_wrap=True)
+    way = make_sampler(sampler, t_star, steps)
+    purifier = Purifier(load_score(model, like=like), way).to(where)
+    with Bars(quiet) as bars:
+        report = purify_files(
+            purifier,
+            inputs,
+            out,
+            fit=fit,
+            seed=seed,
+            batch=batch,
+            max_pixels=max_pixels,
+            device=where,
+            settings=_settings(model, like, sampler, way),
+            overwrite=overwrite,
+            on_image=None if trajectory == "none" else _drawer(purifier, trajectory, where),
+            progress=bars,
+        )
+    _show(report, native_size(purifier))
     if report.failed:
         raise typer.Exit(1)
 
 
-def make_sampler(name: str, t_star: float, steps: int | None) -> Sampler:
-    """A sampler by name, with the arguments that it takes."""
+def _show(report: Report, size: int | None) -> None:
+    say(f"{len(report.done)} purified, {len(report.skipped)} already there, {len(report.failed)} failed.")
+    if (how := report.fitted(size)) is not None:
+        say(how)
+    for kind, lines in (("note", report.notes), ("failed", report.failed)):
+        for name, reason in lines:
+            say(f"{kind:<6}  {visible(f'{name}: {reason}')}")
+
+
+def _settings(model: str, like: str | None, name: str, sampler: Sampler) -> dict[str, Any]:
+    """What decides the result besides the options of files: the weights and the sampler with all its values."""
+    from dataclasses import asdict
+
+    from diffpure.models.checkpoints import sha256
+
+    weights = {"weights": sha256(Path(model))} if Path(model).is_file() else {}
+    return {"model": model, "like": like, **weights, "sampler": name, **asdict(sampler)}  # type: ignore[call-overload]
+
+
+def make_sampler(name: str, t_star: float | None, steps: int | None) -> Sampler:
+    """A sampler by name; an argument that it does not take is refused."""
     from diffpure.diffusion.samplers import SAMPLERS
 
     if name not in SAMPLERS:
         raise unknown("sampler", name, SAMPLERS)
-    given: dict[str, Any] = {"t_star": t_star} if steps is None else {"t_star": t_star, "steps": steps}
+    given = {key: value for key, value in {"t_star": t_star, "steps": steps}.items() if value is not None}
     taken = inspect.signature(SAMPLERS[name]).parameters
-    if steps is not None and "steps" not in taken:
-        raise InputError(f"The sampler {name!r} has no steps to choose.")
-    return SAMPLERS[name](**{key: value for key, value in given.items() if key in taken})
+    for key, value in given.items():
+        if key not in taken:
+            raise InputError(f"The sampler {name!r} takes no --{key.replace('_', '-')}, got {value}; leave it out.")
+    return SAMPLERS[name](**given)
 
 
-def _drawer(purifier: Purifier, out: Path, kind: str, t_star: float) -> Callable[[Item, Any, Any], None]:
+def _drawer(purifier: Purifier, kind: str, device: str) -> Callable[[Path, Any, Any], None]:
+    """What draws the way back of an image beside its file: "a.png" has its strip in "a.png.trajectory.png"."""
     from diffpure.report.strips import save_gif, save_strip
 
-    def draw(item: Item, pixels: Any, seeds: Any) -> None:
+    def draw(file: Path, pixels: Any, seeds: Any) -> None:
         # Langevin dynamics walk from time 0 to 1, all others from t* to 0.
-        back = hasattr(purifier.sampler, "t_star")
-        times = [t_star * k / 5 for k in range(5, -1, -1)] if back else [k / 5 for k in range(6)]
-        states = [pixels[0].numpy(), *purifier.trajectory(pixels, times, seeds)[:, 0].numpy()]
-        target = (out / item.name).with_suffix(f".trajectory.{'png' if kind == 'strip' else 'gif'}")
+        t_star = getattr(purifier.sampler, "t_star", None)
+        times = [k / 5 for k in range(6)] if t_star is None else [t_star * k / 5 for k in range(5, -1, -1)]
+        given = pixels.expand(-1, getattr(purifier.score, "channels", None) or 3, -1, -1)
+        back = purifier.trajectory(given.to(device), times, seeds)[:, 0].cpu()
+        states = [x.expand(3, -1, -1).numpy() for x in (given[0], *back)]
+        target = file.with_name(f"{file.name}.trajectory.{'png' if kind == 'strip' else 'gif'}")
         if kind == "gif":
             save_gif(target, states)
         else:

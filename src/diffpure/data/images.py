@@ -1,16 +1,19 @@
-"""The door for image files: everything that is read from a disk or an upload passes here and leaves as clean RGB.
+"""The one door for image files: everything that is read from a disk or an upload passes here.
 
-Palettes, CMYK and greyscale become RGB; 16-bit greyscale keeps its precision; transparency is laid over white; the
-orientation in the EXIF data is applied. A file that is truncated, too large for its header to be true, not an image
-or not finite is refused in one sentence, before its pixels are used.
+A file becomes layers: grey or colour, with the alpha channel apart. Palettes and CMYK become RGB; 16-bit greyscale
+keeps its precision; the orientation in the EXIF data is applied; of an animation the first frame is taken. `read_image`
+lays transparency over white. A file that is truncated, too large for its header to be true, not an image or not finite
+is refused in one sentence, before its pixels are used.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,31 +25,67 @@ from diffpure.errors import InputError
 
 Source = str | Path | bytes  # a file, or the content of one
 
-LARGEST: Final = 64_000_000  # pixels; more is a mistake or an attack
+LARGEST: Final = 64_000_000  # pixels; more is a mistake or an attack, unless the caller says otherwise
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")  # no format whose reader runs a program
 SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm"})
 _DEEP: Final = frozenset({"I;16", "I;16B", "I;16L", "I;16N", "I", "F"})  # greyscale with more than 8 bits
+_GREY: Final = frozenset({"1", "L", "LA", "La"})
+
+
+@final
+@dataclass(frozen=True)
+class Layers:
+    """What a decoded image holds: pixels (H, W, 1 or 3), 8-bit or float32 in [0, 1]; alpha (H, W) 8-bit, or None."""
+
+    pixels: npt.NDArray[Any]
+    alpha: npt.NDArray[np.uint8] | None
+
+    def over_white(self) -> npt.NDArray[Any]:
+        """The pixels with what is transparent laid over white."""
+        if self.alpha is None:
+            return self.pixels
+        if self.pixels.dtype != np.uint8:
+            return np.where(self.alpha[:, :, None] == 0, np.float32(1), self.pixels)
+        layer = Image.fromarray(np.dstack([np.broadcast_to(self.pixels, (*self.alpha.shape, 3)), self.alpha]))
+        return np.asarray(Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB"))
 
 
 def read_image(source: Source) -> Tensor:
     """An image file as float32 (3, H, W) in [0, 1]."""
-    return pixels_of(open_image(source), _name(source))
+    return pixels_of(open_image(source), name_of(source))
 
 
 def pixels_of(image: Image.Image, name: str = "The image") -> Tensor:
     """A decoded image of any mode as float32 (3, H, W) in [0, 1]."""
-    if image.mode in _DEEP:
-        return torch.from_numpy(_deep(np.asarray(image), image.mode, name)).expand(3, -1, -1).clone()
-    return to_tensor(_rgb(image, name))
+    pixels = layers_of(image, name).over_white()
+    values = pixels.astype(np.float32) / np.float32(255 if pixels.dtype == np.uint8 else 1)
+    return torch.from_numpy(values).permute(2, 0, 1).expand(3, -1, -1).contiguous()
 
 
 def read_rgb(source: Source) -> Image.Image:
     """An image file as an 8-bit RGB picture, for resizing as the datasets' own pipelines do."""
-    image = open_image(source)
+    pixels = layers_of(open_image(source), name_of(source)).over_white()
+    if pixels.dtype != np.uint8:
+        pixels = (pixels * 255).round().astype(np.uint8)
+    return Image.fromarray(np.ascontiguousarray(np.broadcast_to(pixels, (*pixels.shape[:2], 3))))
+
+
+def layers_of(image: Image.Image, name: str = "The image") -> Layers:
+    """A decoded image of any mode, grey or colour, with its alpha channel apart."""
+    clear = image.info.get("transparency")
     if image.mode in _DEEP:
-        grey = _deep(np.asarray(image), image.mode, _name(source))
-        image = Image.fromarray((grey * 255).round().astype(np.uint8))
-    return _rgb(image, _name(source))
+        raw = np.asarray(image)
+        alpha = np.where(raw == clear, 0, 255).astype(np.uint8) if isinstance(clear, int) else None
+        return Layers(_deep(raw, image.mode, name)[:, :, None], alpha)
+    kind = "L" if image.mode in _GREY else "RGB"
+    transparent = clear is not None or bool({"A", "a"} & set(image.getbands()))
+    try:
+        pixels = np.asarray(image.convert({"L": "LA", "RGB": "RGBA"}[kind] if transparent else kind))
+    except ValueError as error:
+        raise InputError(f"{name} has the colour mode {image.mode}, which cannot be turned into RGB.") from error
+    if transparent:
+        return Layers(pixels[:, :, :-1], np.ascontiguousarray(pixels[:, :, -1]))
+    return Layers(pixels[:, :, None] if pixels.ndim == 2 else pixels, None)
 
 
 def to_tensor(image: Image.Image) -> Tensor:
@@ -73,44 +112,52 @@ def center_crop(image: Image.Image, size: int) -> Image.Image:
     return image.crop((left, top, left + size, top + size))
 
 
-def open_image(source: Source) -> Image.Image:
+def open_image(source: Source, largest: int = LARGEST) -> Image.Image:
     """The decoded first frame of a file, upright, in the colour mode of the file; its format is kept."""
-    name = _name(source)
+    name = name_of(source)
     try:
         with warnings.catch_warnings(action="ignore"):  # of Pillow about sizes: ours are errors
             image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
             width, height = image.size
-            if width * height > LARGEST:
-                raise InputError(f"{name} says it is {width}×{height} pixels; at most {LARGEST:,} are accepted.")
+            if width * height > largest:
+                raise InputError(f"{name} says it is {width}×{height} pixels; at most {largest:,} are accepted.")
             image.load()
-            upright = ImageOps.exif_transpose(image)
-            upright.format = image.format
-            return upright
+            ImageOps.exif_transpose(image, in_place=True)
+            return image
     except FileNotFoundError:
         raise InputError(f"There is no image file {name}.") from None
     except UnidentifiedImageError:
         raise InputError(f"{name} is not an image that can be read; JPEG, PNG, WebP, BMP and TIFF are.") from None
     except Image.DecompressionBombError:
-        raise InputError(f"{name} is too large; at most {LARGEST:,} pixels are accepted.") from None
+        raise InputError(f"{name} is too large; at most {largest:,} pixels are accepted.") from None
     except InputError:
         raise
     except Exception as error:  # decoders fail in ways of their own on damaged data
         raise InputError(f"{name} is damaged or cut short and cannot be decoded.") from error
 
 
-def _name(source: Source) -> str:
+def claimed_pixels(source: Source) -> int:
+    """How many pixels the header of a file claims, without decoding it; 0 if it cannot be read."""
+    file = io.BytesIO(source) if isinstance(source, bytes) else source
+    with (
+        contextlib.suppress(Exception),
+        warnings.catch_warnings(action="ignore"),
+        Image.open(file, formats=FORMATS) as image,
+    ):
+        return image.width * image.height
+    return 0
+
+
+def has_more_frames(image: Image.Image) -> bool:
+    """Whether a file holds frames or pages after the first one; further frames may be damaged."""
+    with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
+        return bool(getattr(image, "is_animated", False))
+    return False
+
+
+def name_of(source: Source) -> str:
+    """What an error calls a source."""
     return "The image" if isinstance(source, bytes) else Path(source).name
-
-
-def _rgb(image: Image.Image, name: str) -> Image.Image:
-    if "A" in image.getbands() or "transparency" in image.info:
-        layer = image.convert("RGBA")
-        ground = Image.new("RGBA", layer.size, "white")
-        return Image.alpha_composite(ground, layer).convert("RGB")
-    try:
-        return image.convert("RGB")
-    except ValueError as error:
-        raise InputError(f"{name} has the colour mode {image.mode}, which cannot be turned into RGB.") from error
 
 
 def _deep(pixels: npt.NDArray[np.generic], mode: str, name: str) -> npt.NDArray[np.float32]:

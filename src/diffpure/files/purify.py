@@ -1,0 +1,214 @@
+"""`purify_files`: everything that inputs name, purified into one folder, where a second run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from diffpure.data.images import LARGEST
+from diffpure.disk import write_whole
+from diffpure.errors import InputError
+from diffpure.files import names, record
+from diffpure.files.arrays import Clean, Images, purify_arrays
+from diffpure.files.pictures import Picture, eight_bits, encode
+from diffpure.files.report import Report
+from diffpure.files.sources import ARRAYS, TARS, Input, Item, find, items, plan
+from diffpure.files.tiles import Fit, as_floats, count_tiles, native_size, purify_images, purify_tiles, way
+from diffpure.purify import Purifier
+
+OnImage = Callable[[Path, Tensor, Sequence[int]], None]
+Progress = Callable[[str, int, int | None], None]
+Read = tuple[Item, Picture]
+
+
+def purify_files(
+    purifier: Purifier,
+    inputs: Sequence[str],
+    out: Path,
+    *,
+    fit: Fit = "auto",
+    seed: int | None = None,
+    batch: int = 16,
+    max_pixels: int = LARGEST,
+    device: str = "cpu",
+    settings: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    on_image: OnImage | None = None,
+    progress: Progress = lambda *_: None,
+) -> Report:
+    """Purify everything that `inputs` name into the folder `out`; what is there already is skipped.
+
+    settings: what else decides the result, such as the model and t*; the folder records them, and refuses others unless
+    it is to be overwritten.   device: where the purifier is.   on_image is called with the file of an image that was
+    purified as a whole, its pixels (1, C, H, W) and its seed, for pictures of the way back.
+    """
+    found = find(inputs, out)
+    known = dict(settings or {}, fit=fit)
+    if seed is not None:
+        known |= {"seed": seed, "batch": batch}  # without a seed nobody can tell what a batch changes
+    ours = record.claim(out, known, overwrite)
+    run = _Run(purifier, out, fit, seed, batch, max_pixels, device, overwrite, ours, on_image, progress, Report())
+    run.pictures([each for each in found if each.suffix != ARRAYS])
+    for each in found:
+        if each.suffix == ARRAYS:
+            run.arrays(each)
+    record.finish(out, known, overwrite)
+    return run.report
+
+
+@final
+@dataclass(frozen=True)
+class _Run:
+    """One call of `purify_files`."""
+
+    purifier: Purifier
+    out: Path
+    fit: Fit
+    seed: int | None
+    batch: int
+    largest: int
+    device: str
+    overwrite: bool
+    ours: bool  # what is in the folder was written with these settings
+    on_image: OnImage | None
+    progress: Progress
+    report: Report
+
+    def pictures(self, inputs: Sequence[Input]) -> None:
+        """Purify image files and the images of tar archives."""
+        total = None if any(each.suffix in TARS for each in inputs) else len(inputs)
+        taken: set[str] = set()
+        for group in plan(items(inputs, self.largest, self.report), self.batch):
+            there = [(item, self._is_there(item.name, taken)) for item in group]
+            missing = {item.name for item, known in there if known is False}
+            # A batch that is purified again has the images of the first time, so that every digit is the same.
+            again = missing and self.seed is not None
+            for alike in self._read([item for item, known in there if known is False or (known and again)]):
+                self._purify(alike, missing)
+            finished = len(self.report.done) + len(self.report.skipped) + len(self.report.failed)
+            self.progress("images", finished, total)
+
+    def arrays(self, each: Input) -> None:
+        """Purify the images in an npz file."""
+        with self._failure(each.shown):
+            name = names.clean(each.below, each.path.name)
+            if self._is_there(name, set()) is not False:
+                return
+            target, work = names.place(self.out, name), names.place(self.out, names.WORK)
+            said = purify_arrays(each.path, target, work, self._cleaner(name), self.batch, self.largest)
+            self.report.done.append(name)
+            self.report.notes.append((name, said))
+
+    def _cleaner(self, name: str) -> Clean:
+        """What purifies the images of an npz file, with the seed of each from the name of its array and its index."""
+
+        def clean(array: Images, images: Tensor, start: int) -> Tensor:
+            seeds = [names.seed_of(f"{name}:{array.name}[{start + k}]", self.seed) for k in range(len(images))]
+            tick = partial(self.progress, f"tiles of {name}")
+            pixels = purify_images(self.purifier, images, self.fit, seeds, self.batch, device=self.device, tick=tick)
+            self._count(images)
+            self.progress(f"{name}: {array.name}", start + len(images), array.count)
+            return pixels
+
+        return clean
+
+    def _is_there(self, name: str, taken: set[str]) -> bool | None:
+        """Whether an image was purified before; None, and a line in the report, if it cannot be."""
+        known: bool | None = None
+        with self._failure(name):
+            if name in taken:
+                raise InputError("Another image of these inputs has the same name; only the first was purified.")
+            taken.add(name)
+            with names.writing(self.out):
+                target = names.place(self.out, name)
+                folder, file = target.is_dir(), target.exists()
+            if folder:
+                raise InputError("A folder of this name is there, so that no image can be written.")
+            if file and not (self.overwrite or self.ours):
+                raise InputError("A file of this name is there, and no record of how it was made.")
+            known = file and not self.overwrite
+        if known:
+            self.report.skipped.append(name)
+        return known
+
+    def _read(self, group: Sequence[Item]) -> Iterator[list[Read]]:
+        """The pictures of a group, those of one size and type together; tiles are cut from one picture at a time."""
+        alike: dict[tuple[torch.Size, torch.dtype], list[Read]] = {}
+        for item in group:
+            with self._failure(item.name):
+                picture = item.read()
+                alike.setdefault((picture.pixels.shape, picture.pixels.dtype), []).append((item, picture))
+        yield from alike.values()
+
+    def _purify(self, alike: Sequence[Read], missing: set[str]) -> None:
+        """Purify pictures of one size and write those that are missing."""
+        height, width = alike[0][1].pixels.shape[-2:]
+        if way(height, width, native_size(self.purifier), self.fit) == "tiles":
+            for item, picture in alike:
+                if item.name in missing:
+                    with self._failure(item.name):
+                        self._write(item, picture, self._in_tiles(item, picture))
+                        if self.on_image is not None:
+                            self.report.notes.append((item.name, "no way back is drawn of an image in tiles"))
+            return
+        if not any(item.name in missing for item, _ in alike):
+            return
+        seeds = [names.seed_of(item.name, self.seed) for item, _ in alike]
+        pixels = torch.stack([picture.pixels for _, picture in alike])
+        try:
+            clean = purify_images(self.purifier, pixels, self.fit, seeds, device=self.device)
+        except InputError as error:
+            self.report.failed += [(item.name, str(error)) for item, _ in alike if item.name in missing]
+            return
+        for (item, picture), x, y, own in zip(alike, pixels, clean, seeds, strict=True):
+            if item.name in missing:
+                with self._failure(item.name):
+                    self._write(item, picture, eight_bits(y))
+                    if self.on_image is not None:
+                        with names.writing(self.out):
+                            self.on_image(self.out / item.name, as_floats(x[None]), [own])
+
+    def _in_tiles(self, item: Item, picture: Picture) -> Tensor:
+        """The purified 8-bit pixels of one picture, from tiles."""
+        clean, done = torch.empty(picture.pixels.shape, dtype=torch.uint8), 0
+        tick, seed = partial(self.progress, f"tiles of {item.name}"), names.seed_of(item.name, self.seed)
+        for rows in purify_tiles(self.purifier, picture.pixels, seed, self.batch, device=self.device, tick=tick):
+            clean[:, done : done + rows.shape[1]] = eight_bits(rows)
+            done += rows.shape[1]
+        return clean
+
+    def _write(self, item: Item, picture: Picture, clean: Tensor) -> None:
+        data = encode(picture, clean)
+        with names.writing(self.out):
+            target = names.place(self.out, item.name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(target, data)
+        self.report.done.append(item.name)
+        self.report.notes += [(item.name, note) for note in picture.notes]
+        self._count(clean[None])
+
+    def _count(self, images: Tensor) -> None:
+        """Count how images (B, C, H, W) were purified."""
+        height, width = images.shape[-2:]
+        size = native_size(self.purifier)
+        how = way(height, width, size, self.fit)
+        self.report.ways[how] += len(images)
+        if how == "tiles" and size is not None:
+            self.report.tiles += len(images) * count_tiles(height, width, size)
+
+    @contextmanager
+    def _failure(self, name: str) -> Iterator[None]:
+        """One image's trouble goes to the report; what would trouble all, such as a full disk, is raised."""
+        try:
+            yield
+        except names.Unwritable:
+            raise
+        except InputError as error:
+            self.report.failed.append((name, str(error)))

@@ -1,0 +1,158 @@
+"""Images of any size before a purifier that wants one size.
+
+    whole    the image has the model's size, or the model takes any
+    resize   the whole image at the model's resolution and back: everything is seen, detail is lost
+    tiles    overlapping tiles of the model's size, blended with linear ramps: detail is kept, a tile sees only itself
+    auto     resize up to twice the model's size, tiles above
+
+Tiles are cut from 8-bit pixels, and finished rows are handed out from the top: memory grows with one row of tiles, not
+with the image. Grey images are purified as one channel by a score model of one channel, and as three equal ones by
+others, whose luma Y = 0.299 R + 0.587 G + 0.114 B is kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from diffpure.errors import InputError
+from diffpure.noise import mix
+from diffpure.purify import Purifier
+
+Fit = Literal["auto", "resize", "tiles"]
+Way = Literal["whole", "resize", "tiles"]
+Tick = Callable[[int, int], None]  # tiles done, tiles in all
+LUMA: Final = (0.299, 0.587, 0.114)
+
+
+def native_size(purifier: Purifier) -> int | None:
+    """The side of the square images that a purifier wants, or None for any."""
+    own: int | None = getattr(purifier, "size", None)
+    return own or purifier.score.size
+
+
+def native_channels(purifier: Purifier) -> int | None:
+    """The channels that a purifier wants, or None for any."""
+    own: int | None = getattr(purifier, "channels", None) or getattr(purifier.score, "channels", None)
+    return own
+
+
+def way(height: int, width: int, size: int | None, fit: Fit) -> Way:
+    """How an image of a size is purified."""
+    if size is None or (height, width) == (size, size):
+        return "whole"
+    if fit == "auto":
+        return "tiles" if max(height, width) > 2 * size else "resize"
+    return fit
+
+
+@torch.no_grad()
+def purify_images(
+    purifier: Purifier,
+    images: Tensor,
+    fit: Fit,
+    seeds: Sequence[int],
+    rows: int = 16,
+    *,
+    device: str = "cpu",
+    tick: Tick = lambda *_: None,
+) -> Tensor:
+    """Purify images (B, C, H, W) of one size, float in [0, 1] or 8-bit, whole or in overlapping tiles: float.
+
+    rows: how many tiles are purified together.   device: where the purifier is; the result is on the CPU.
+    """
+    height, width = images.shape[-2:]
+    if way(height, width, native_size(purifier), fit) != "tiles":
+        return _purified(purifier, images, seeds, device)
+    return torch.stack(
+        [
+            torch.cat(list(purify_tiles(purifier, x, seed, rows, device=device, tick=tick)), dim=1)
+            for x, seed in zip(images, seeds, strict=True)
+        ]
+    )
+
+
+@torch.no_grad()
+def purify_tiles(
+    purifier: Purifier, image: Tensor, seed: int, rows: int, *, device: str = "cpu", tick: Tick = lambda *_: None
+) -> Iterator[Tensor]:
+    """Rows (C, h, W) of one purified image (C, H, W) from the top, out of tiles that overlap by at least a quarter."""
+    size = native_size(purifier)
+    if size is None:
+        raise InputError("This purifier takes images of any size and has no size for tiles.")
+    channels, height, width = image.shape
+    padded = _grow(image, max(height, size), max(width, size))
+    tops, lefts = _starts(padded.shape[-2], size), _starts(padded.shape[-1], size)
+    tiles = _clean_tiles(purifier, padded, list(itertools.product(tops, lefts)), size, seed, rows, device, tick)
+    ramp = torch.minimum(torch.arange(1, size + 1), torch.arange(size, 0, -1)).clamp(max=max(1, size // 4)).float()
+    window = ramp[:, None] * ramp[None, :]
+    total, weight = torch.zeros(channels, size, padded.shape[-1]), torch.zeros(1, size, padded.shape[-1])
+    for top, following in zip(tops, [*tops[1:], tops[-1] + size], strict=True):
+        for left in lefts:
+            total[:, :, left : left + size] += window * next(tiles)
+            weight[:, :, left : left + size] += window
+        finished = following - top  # no further tile touches these rows
+        yield (total[:, :finished] / weight[:, :finished])[:, : max(0, height - top), :width]
+        total, weight = (torch.cat([x[:, finished:], torch.zeros_like(x[:, :finished])], 1) for x in (total, weight))
+
+
+def as_floats(images: Tensor) -> Tensor:
+    """Images in [0, 1], out of 8-bit ones."""
+    return images.float().div_(255) if images.dtype == torch.uint8 else images
+
+
+def count_tiles(height: int, width: int, size: int) -> int:
+    """How many tiles an image takes."""
+    return len(_starts(max(height, size), size)) * len(_starts(max(width, size), size))
+
+
+def _clean_tiles(
+    purifier: Purifier,
+    image: Tensor,
+    corners: Sequence[tuple[int, int]],
+    size: int,
+    seed: int,
+    rows: int,
+    device: str,
+    tick: Tick,
+) -> Iterator[Tensor]:
+    """The purified tiles (C, size, size) at the corners, one after the other, `rows` of them purified together."""
+    for first in range(0, len(corners), rows):
+        part = corners[first : first + rows]
+        tiles = torch.stack([image[:, top : top + size, left : left + size] for top, left in part])
+        clean = _purified(purifier, tiles, [mix(seed, first + k) for k in range(len(part))], device)
+        tick(first + len(part), len(corners))
+        yield from clean
+
+
+def _purified(purifier: Purifier, images: Tensor, seeds: Sequence[int], device: str) -> Tensor:
+    """Purified images of the channels they came with, on the CPU."""
+    channels, wanted = images.shape[1], native_channels(purifier)
+    if channels == 3 and wanted == 1:
+        raise InputError("A colour image cannot be purified by a score model of one channel; grey images can.")
+    given = as_floats(images.to(device))
+    clean: Tensor = purifier(given.expand(-1, wanted or 3, -1, -1) if channels == 1 else given, seeds)
+    if not torch.isfinite(clean).all():
+        raise InputError("The purifier returned values that are not finite; nothing is written for this image.")
+    if channels == 1 and clean.shape[1] == 3:
+        clean = (clean * torch.tensor(LUMA, device=clean.device)[:, None, None]).sum(1, keepdim=True)
+    return clean.cpu()
+
+
+def _grow(image: Tensor, height: int, width: int) -> Tensor:
+    """The image repeated at its lower and right edge up to a size."""
+    if image.shape[-2:] == (height, width):
+        return image
+    rows = torch.arange(height).clamp(max=image.shape[-2] - 1)
+    columns = torch.arange(width).clamp(max=image.shape[-1] - 1)
+    return image[:, rows][:, :, columns]
+
+
+def _starts(length: int, size: int) -> list[int]:
+    """Where tiles of a size begin along a side, evenly, overlapping by at least a quarter."""
+    count = 1 if length == size else 1 + -(-(length - size) // (size - size // 4))
+    return [round(i * (length - size) / max(1, count - 1)) for i in range(count)]
