@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,22 @@ def write_tar(file: Path, members: Iterable[tuple[str, bytes]], mode: str = "w",
             info.size = len(content)
             archive.addfile(info, io.BytesIO(content))
     return file
+
+
+def npy(array: np.ndarray) -> bytes:
+    """An array as NumPy saves it."""
+    out = io.BytesIO()
+    np.save(out, array, allow_pickle=True)
+    return out.getvalue()
+
+
+def npz(**arrays: bytes | np.ndarray) -> bytes:
+    """An npz file of arrays, or of bytes in their place."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for name, array in arrays.items():
+            archive.writestr(f"{name}.npy", array if isinstance(array, bytes) else npy(array))
+    return out.getvalue()
 
 
 def tree(folder: Path) -> set[str]:
