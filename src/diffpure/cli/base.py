@@ -34,7 +34,7 @@ DeviceName = Literal["auto", "cpu", "cuda", "mps"]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; by default as many as torch chooses.", min=1)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
-Device = Annotated[DeviceName, typer.Option(help="Where to compute; auto takes a GPU if there is one.")]
+Device = Annotated[DeviceName, typer.Option(help="auto takes a GPU if there is one.", show_default=False)]
 EVERY: Final = 30.0  # seconds between two lines where there is no terminal
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from diffpure.files import Report
     from diffpure.purifiers.diffusion import Purifier
 
+Fit = Literal["auto", "resize", "tiles"]
 Trajectory = Literal["none", "strip", "gif"]
 LARGEST = 64_000_000  # as diffpure.data.images has it, without waiting for torch
 POSSIBLE = 178_000_000  # where the image library itself refuses
@@ -25,25 +26,28 @@ POSSIBLE = 178_000_000  # where the image library itself refuses
 @app.command(epilog="Example: diffpure purify photos -o clean --fit tiles --seed 1")
 def purify(
     inputs: Annotated[list[str], typer.Argument(help="Images, folders, globs, npz arrays or tar archives.")],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder for the purified images; names and formats are kept.")
-    ],
-    t_star: Annotated[float | None, typer.Option(help="How far to diffuse, in (0, 1]; 0.1 if not given.")] = None,
-    sampler: Annotated[str, typer.Option(help="sde, few-step, ode, ld, ancestral, ddim or one-shot.")] = "few-step",
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps of the sampler; its own default if not given.")
-    ] = None,
-    model: Annotated[str, typer.Option(help="Score model: a name, a file, a folder.")] = "cifar10-small",
-    like: Annotated[str | None, typer.Option(help="The official checkpoint that a file is read as.")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results, under the same names.")],
+    t_star: Annotated[float | None, typer.Option(help="How far to diffuse, in (0, 1]; default 0.1.")] = None,
+    sampler: Annotated[
+        str, typer.Option(help="few-step (default), sde, ode, ld, ancestral, ddim, one-shot.", show_default=False)
+    ] = "few-step",
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of the sampler.")] = None,
+    model: Annotated[
+        str, typer.Option(help="Score model: a name (cifar10-small), a file, a folder.", show_default=False)
+    ] = "cifar10-small",
+    like: Annotated[str | None, typer.Option(help="The checkpoint that a file is read as.")] = None,
     fit: Annotated[
-        Literal["auto", "resize", "tiles"],
-        typer.Option(help="Other sizes: the whole resized, or tiles; auto: tiles above twice the model's size."),
+        Fit, typer.Option(help="Other sizes; auto: tiles above twice the size.", show_default=False)
     ] = "auto",
-    seed: Annotated[int | None, typer.Option(help="Same seed, same result; fresh entropy without.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Images or tiles purified together.")] = 16,
-    max_pixels: Annotated[int, typer.Option(min=1, max=POSSIBLE, help="Larger images are refused.")] = LARGEST,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same result; entropy without.")] = None,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Images or tiles purified together; default 16.", show_default=False)
+    ] = 16,
+    max_pixels: Annotated[
+        int, typer.Option(min=1, max=POSSIBLE, help="Larger images are refused.", metavar="<int>")
+    ] = LARGEST,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
-    trajectory: Annotated[Trajectory, typer.Option(help="Also draw the way back of each image.")] = "none",
+    trajectory: Annotated[Trajectory, typer.Option(help="Also draw the way back.", show_default=False)] = "none",
     device: Device = "auto",
     threads: Threads = None,
     quiet: Quiet = False,
