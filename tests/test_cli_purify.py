@@ -94,7 +94,7 @@ def test_each_image_has_a_strip_of_its_own(world):
         assert found.exit_code == 0
         drawn = {f"{name}.trajectory.{ending}" for name in ("a.png", "a.jpg", "grey.png")}
         assert tree(world / kind) == {"a.png", "a.jpg", "grey.png", "large.png"} | drawn
-        assert "large.png: no way back is drawn of an image in tiles" in found.stdout
+        assert "large.png: no way back is drawn of tiles" in found.stdout
     assert call("strip", "-o", "again").stdout.startswith("4 purified")  # a drawing is no photograph
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from diffpure.errors import InputError
 from diffpure.files import purify_files, purify_images
-from diffpure.files.tiles import _starts, purify_tiles, way
+from diffpure.files.tiles import _starts, purify_large, purify_tiles, way
 from pictures import Counting, encoded, identity, noisy, smooth, tree
 
 
@@ -80,6 +80,16 @@ def test_tiles_are_handed_out_row_by_row():
     pieces = list(purify_tiles(identity(), image, 0, 5))
     assert max(piece.shape[1] for piece in pieces) <= 16
     assert torch.allclose(torch.cat(pieces, 1), image / 255, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [(150, 90), (16, 200), (70, 16), (10, 300)])
+def test_large_images_are_resized_as_the_purifier_does_it(size):
+    """Band by band, out of 8-bit pixels: the same as all of it at once."""
+    image = torch.from_numpy(smooth(*size)).permute(2, 0, 1)
+    bands = list(purify_large(noisy(), image, 7))
+    wanted = purify_images(noisy(), image[None], "resize", [7])[0]
+    assert max(band.shape[1] for band in bands) <= 64
+    assert torch.allclose(torch.cat(bands, 1), wanted, atol=1e-5)
 
 
 def test_the_largest_image_is_an_option(tmp_path):

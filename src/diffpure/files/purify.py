@@ -20,7 +20,17 @@ from diffpure.files.arrays import Clean, Images, purify_arrays
 from diffpure.files.pictures import Picture, eight_bits, encode
 from diffpure.files.report import Report
 from diffpure.files.sources import ARRAYS, TARS, Input, Item, find, items, plan
-from diffpure.files.tiles import Fit, as_floats, count_tiles, native_size, purify_images, purify_tiles, way
+from diffpure.files.tiles import (
+    LARGE,
+    Fit,
+    as_floats,
+    count_tiles,
+    native_size,
+    purify_images,
+    purify_large,
+    purify_tiles,
+    way,
+)
 from diffpure.purify import Purifier
 
 OnImage = Callable[[Path, Tensor, Sequence[int]], None]
@@ -149,14 +159,14 @@ class _Run:
 
     def _purify(self, alike: Sequence[Read], missing: set[str]) -> None:
         """Purify pictures of one size and write those that are missing."""
-        height, width = alike[0][1].pixels.shape[-2:]
-        if way(height, width, native_size(self.purifier), self.fit) == "tiles":
+        how = self._way(alike[0][1])
+        if how != "whole":
             for item, picture in alike:
                 if item.name in missing:
                     with self._failure(item.name):
-                        self._write(item, picture, self._in_tiles(item, picture))
+                        self._write(item, picture, self._alone(item, picture, how))
                         if self.on_image is not None:
-                            self.report.notes.append((item.name, "no way back is drawn of an image in tiles"))
+                            self.report.notes.append((item.name, f"no way back is drawn of {how}"))
             return
         if not any(item.name in missing for item, _ in alike):
             return
@@ -175,11 +185,23 @@ class _Run:
                         with names.writing(self.out):
                             self.on_image(self.out / item.name, as_floats(x[None]), [own])
 
-    def _in_tiles(self, item: Item, picture: Picture) -> Tensor:
-        """The purified 8-bit pixels of one picture, from tiles."""
+    def _way(self, picture: Picture) -> str:
+        """Whether a picture is purified with others of its size, or alone: in tiles, or because it is large."""
+        height, width = picture.pixels.shape[-2:]
+        how = way(height, width, native_size(self.purifier), self.fit)
+        if how == "tiles":
+            return "tiles"
+        return "large images" if how == "resize" and height * width > LARGE else "whole"
+
+    def _alone(self, item: Item, picture: Picture, how: str) -> Tensor:
+        """The purified 8-bit pixels of one picture, which is never in memory as floats."""
         clean, done = torch.empty(picture.pixels.shape, dtype=torch.uint8), 0
-        tick, seed = partial(self.progress, f"tiles of {item.name}"), names.seed_of(item.name, self.seed)
-        for rows in purify_tiles(self.purifier, picture.pixels, seed, self.batch, device=self.device, tick=tick):
+        seed, tick = names.seed_of(item.name, self.seed), partial(self.progress, f"tiles of {item.name}")
+        if how == "tiles":
+            bands = purify_tiles(self.purifier, picture.pixels, seed, self.batch, device=self.device, tick=tick)
+        else:
+            bands = purify_large(self.purifier, picture.pixels, seed, device=self.device)
+        for rows in bands:
             clean[:, done : done + rows.shape[1]] = eight_bits(rows)
             done += rows.shape[1]
         return clean

@@ -6,8 +6,8 @@
     auto     resize up to twice the model's size, tiles above
 
 Tiles are cut from 8-bit pixels, and finished rows are handed out from the top: memory grows with one row of tiles, not
-with the image. Grey images are purified as one channel by a score model of one channel, and as three equal ones by
-others, whose luma Y = 0.299 R + 0.587 G + 0.114 B is kept.
+with the image, and large images that are resized go the same way. Grey images are purified as one channel by a score
+model of one channel, and as three equal ones by others, whose luma Y = 0.299 R + 0.587 G + 0.114 B is kept.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from diffpure.purify import Purifier
 Fit = Literal["auto", "resize", "tiles"]
 Way = Literal["whole", "resize", "tiles"]
 Tick = Callable[[int, int], None]  # tiles done, tiles in all
+LARGE: Final = 1_000_000  # pixels; larger images are never in memory as floats
+BAND: Final = 64  # rows of a resized image that are handed out together
 LUMA: Final = (0.299, 0.587, 0.114)
 
 
@@ -98,6 +100,35 @@ def purify_tiles(
         finished = following - top  # no further tile touches these rows
         yield (total[:, :finished] / weight[:, :finished])[:, : max(0, height - top), :width]
         total, weight = (torch.cat([x[:, finished:], torch.zeros_like(x[:, :finished])], 1) for x in (total, weight))
+
+
+@torch.no_grad()
+def purify_large(purifier: Purifier, image: Tensor, seed: int, *, device: str = "cpu") -> Iterator[Tensor]:
+    """Rows (C, h, W) of one image (C, H, W) from the top, resized to the purifier's size and back as it does itself."""
+    size, (height, width) = native_size(purifier), image.shape[-2:]
+    if size is None:
+        raise InputError("This purifier takes images of any size and has no size to resize to.")
+    small = _stretched(_stretched(image, 1, size), 2, size)
+    (clean,) = _purified(purifier, small[None], [seed], device)
+    for top in range(0, height, BAND):
+        rows = _stretched(clean, 1, height, range(top, min(top + BAND, height)))
+        yield _stretched(rows, 2, width)
+
+
+def _stretched(image: Tensor, axis: int, length: int, part: range | None = None) -> Tensor:
+    """An image (C, H, W), 8-bit or float, as float with an axis (or a part of it) resized bilinearly to a length.
+
+    Pixel i of the result is at (i + ½) · old / new - ½ of the old axis, as in torch's `interpolate`.
+    """
+    old = image.shape[axis]
+    if old == length and part is None:
+        return as_floats(image)
+    wanted = torch.tensor(part or range(length), dtype=torch.float64)
+    where = ((wanted + 0.5) * old / length - 0.5).clamp(0, old - 1)
+    low = where.long()
+    left, right = (as_floats(image.index_select(axis, i)) for i in (low, (low + 1).clamp(max=old - 1)))
+    weight = (where - low).float().reshape([-1 if i == axis else 1 for i in range(3)])
+    return torch.lerp(left, right, weight.expand_as(left))
 
 
 def as_floats(images: Tensor) -> Tensor:
