@@ -10,6 +10,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import fuzz_files
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -227,3 +228,9 @@ def test_damaged_image_bytes_are_a_picture_or_one_sentence(kind, changes, length
         return
     assert picture.pixels.shape[0] in (1, 3)
     assert picture.pixels[0].numel() <= 10_000
+
+
+@pytest.mark.parametrize("kind", fuzz_files.KINDS)
+@pytest.mark.parametrize("seed", range(5))
+def test_the_first_cases_of_the_fuzz_run_find_nothing(kind, seed):
+    fuzz_files.run(kind, seed)
