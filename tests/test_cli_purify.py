@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 import torch
+import typer
 from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
@@ -22,7 +23,6 @@ from diffpure.cli import base
 from diffpure.cli import images as image_commands
 from diffpure.errors import InputError
 from pictures import Silent, encoded, smooth, tree
-from test_cli import COMMANDS
 
 runner = CliRunner()
 
@@ -131,7 +131,14 @@ def test_a_device_that_the_machine_lacks_is_one_sentence(monkeypatch):
     assert base.use_device("auto") == base.use_device("cuda") == "cuda"
 
 
-@pytest.mark.parametrize("command", [(), ("models",), ("data",), ("train",), *COMMANDS], ids=" ".join)
+def words(command, path=()):
+    """The words that call a group, every command below it, and the groups between."""
+    yield path
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from words(inner, (*path, name))
+
+
+@pytest.mark.parametrize("command", words(typer.main.get_command(cli.app)), ids=" ".join)
 def test_h_is_help(command):
     short, long = (runner.invoke(cli.app, [*command, word], env={"COLUMNS": "100"}) for word in ("-h", "--help"))
     assert short.exit_code == 0

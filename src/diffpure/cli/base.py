@@ -160,6 +160,7 @@ class Bars:
         state = _State(visible(what if shown is None else shown), done, total, f"{left} left" if left else "")
         if total is not None and done >= total:
             self._states.pop(what, None)
+            self._began.pop(what)
             if what in self._tasks:
                 self._bars.remove_task(self._tasks.pop(what))
             return

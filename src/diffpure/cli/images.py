@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 Fit = Literal["auto", "resize", "tiles"]
 Trajectory = Literal["none", "strip", "gif"]
-LARGEST = 64_000_000  # as diffpure.data.images has it, without waiting for torch
 POSSIBLE = 178_000_000  # where the image library itself refuses
 
 
@@ -44,8 +43,8 @@ def purify(
         int, typer.Option(min=1, help="Images or tiles purified together; default 16.", show_default=False)
     ] = 16,
     max_pixels: Annotated[
-        int, typer.Option(min=1, max=POSSIBLE, help="Larger images are refused.", metavar="<int>")
-    ] = LARGEST,
+        int | None, typer.Option(min=1, max=POSSIBLE, help="Larger images are refused; default 64 million.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     trajectory: Annotated[Trajectory, typer.Option(help="Also draw the way back.", show_default=False)] = "none",
     device: Device = "auto",
@@ -55,8 +54,8 @@ def purify(
     """Purify images of any size; damaged files are reported at the end, and a second run continues the first."""
     use_threads(threads)
     where = use_device(device)
+    from diffpure.data.images import LARGEST
     from diffpure.files import purify_files
-    from diffpure.files.tiles import native_size
     from diffpure.purifiers.diffusion import Purifier
     from diffpure.scores.load import load_score
 
@@ -70,14 +69,14 @@ def purify(
             fit=fit,
             seed=seed,
             batch=batch,
-            max_pixels=max_pixels,
+            max_pixels=max_pixels or LARGEST,
             device=where,
             settings=_settings(model, like, sampler, way),
             overwrite=overwrite,
             on_image=None if trajectory == "none" else _drawer(purifier, trajectory, where),
             progress=bars,
         )
-    _show(report, native_size(purifier))
+    _show(report, purifier.size)
     if report.failed:
         raise typer.Exit(1)
 
@@ -123,7 +122,7 @@ def _drawer(purifier: Purifier, kind: str, device: str) -> Callable[[Path, Any, 
         # Langevin dynamics walk from time 0 to 1, all others from t* to 0.
         t_star = getattr(purifier.sampler, "t_star", None)
         times = [k / 5 for k in range(6)] if t_star is None else [t_star * k / 5 for k in range(5, -1, -1)]
-        given = pixels.expand(-1, getattr(purifier.score, "channels", None) or 3, -1, -1)
+        given = pixels.expand(-1, purifier.channels or 3, -1, -1)
         back = purifier.trajectory(given.to(device), times, seeds)[:, 0].cpu()
         states = [x.expand(3, -1, -1).numpy() for x in (given[0], *back)]
         target = file.with_name(f"{file.name}.trajectory.{'png' if kind == 'strip' else 'gif'}")

@@ -25,13 +25,12 @@ from diffpure.files.tiles import (
     Fit,
     as_floats,
     count_tiles,
-    native_size,
     purify_images,
     purify_large,
     purify_tiles,
     way,
 )
-from diffpure.purify import Purifier
+from diffpure.purify import PurifierBase
 
 OnImage = Callable[[Path, Tensor, Sequence[int]], None]
 Progress = Callable[[str, int, int | None], None]
@@ -39,7 +38,7 @@ Read = tuple[Item, Picture]
 
 
 def purify_files(
-    purifier: Purifier,
+    purifier: PurifierBase,
     inputs: Sequence[str],
     out: Path,
     *,
@@ -78,7 +77,7 @@ def purify_files(
 class _Run:
     """One call of `purify_files`."""
 
-    purifier: Purifier
+    purifier: PurifierBase
     out: Path
     fit: Fit
     seed: int | None
@@ -188,7 +187,7 @@ class _Run:
     def _way(self, picture: Picture) -> str:
         """Whether a picture is purified with others of its size, or alone: in tiles, or because it is large."""
         height, width = picture.pixels.shape[-2:]
-        how = way(height, width, native_size(self.purifier), self.fit)
+        how = way(height, width, self.purifier.size, self.fit)
         if how == "tiles":
             return "tiles"
         return "large images" if how == "resize" and height * width > LARGE else "whole"
@@ -219,7 +218,7 @@ class _Run:
     def _count(self, images: Tensor) -> None:
         """Count how images (B, C, H, W) were purified."""
         height, width = images.shape[-2:]
-        size = native_size(self.purifier)
+        size = self.purifier.size
         how = way(height, width, size, self.fit)
         self.report.ways[how] += len(images)
         if how == "tiles" and size is not None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from diffpure.errors import InputError
 from diffpure.noise import mix
-from diffpure.purify import Purifier
+from diffpure.purify import PurifierBase
 
 Fit = Literal["auto", "resize", "tiles"]
 Way = Literal["whole", "resize", "tiles"]
@@ -29,18 +29,6 @@ Tick = Callable[[int, int], None]  # tiles done, tiles in all
 LARGE: Final = 1_000_000  # pixels; larger images are never in memory as floats
 BAND: Final = 64  # rows of a resized image that are handed out together
 LUMA: Final = (0.299, 0.587, 0.114)
-
-
-def native_size(purifier: Purifier) -> int | None:
-    """The side of the square images that a purifier wants, or None for any."""
-    own: int | None = getattr(purifier, "size", None)
-    return own or purifier.score.size
-
-
-def native_channels(purifier: Purifier) -> int | None:
-    """The channels that a purifier wants, or None for any."""
-    own: int | None = getattr(purifier, "channels", None) or getattr(purifier.score, "channels", None)
-    return own
 
 
 def way(height: int, width: int, size: int | None, fit: Fit) -> Way:
@@ -54,7 +42,7 @@ def way(height: int, width: int, size: int | None, fit: Fit) -> Way:
 
 @torch.no_grad()
 def purify_images(
-    purifier: Purifier,
+    purifier: PurifierBase,
     images: Tensor,
     fit: Fit,
     seeds: Sequence[int],
@@ -68,7 +56,7 @@ def purify_images(
     rows: how many tiles are purified together.   device: where the purifier is; the result is on the CPU.
     """
     height, width = images.shape[-2:]
-    if way(height, width, native_size(purifier), fit) != "tiles":
+    if way(height, width, purifier.size, fit) != "tiles":
         return _purified(purifier, images, seeds, device)
     return torch.stack(
         [
@@ -80,10 +68,10 @@ def purify_images(
 
 @torch.no_grad()
 def purify_tiles(
-    purifier: Purifier, image: Tensor, seed: int, rows: int, *, device: str = "cpu", tick: Tick = lambda *_: None
+    purifier: PurifierBase, image: Tensor, seed: int, rows: int, *, device: str = "cpu", tick: Tick = lambda *_: None
 ) -> Iterator[Tensor]:
     """Rows (C, h, W) of one purified image (C, H, W) from the top, out of tiles that overlap by at least a quarter."""
-    size = native_size(purifier)
+    size = purifier.size
     if size is None:
         raise InputError("This purifier takes images of any size and has no size for tiles.")
     channels, height, width = image.shape
@@ -103,9 +91,9 @@ def purify_tiles(
 
 
 @torch.no_grad()
-def purify_large(purifier: Purifier, image: Tensor, seed: int, *, device: str = "cpu") -> Iterator[Tensor]:
+def purify_large(purifier: PurifierBase, image: Tensor, seed: int, *, device: str = "cpu") -> Iterator[Tensor]:
     """Rows (C, h, W) of one image (C, H, W) from the top, resized to the purifier's size and back as it does itself."""
-    size, (height, width) = native_size(purifier), image.shape[-2:]
+    size, (height, width) = purifier.size, image.shape[-2:]
     if size is None:
         raise InputError("This purifier takes images of any size and has no size to resize to.")
     small = _stretched(_stretched(image, 1, size), 2, size)
@@ -142,7 +130,7 @@ def count_tiles(height: int, width: int, size: int) -> int:
 
 
 def _clean_tiles(
-    purifier: Purifier,
+    purifier: PurifierBase,
     image: Tensor,
     corners: Sequence[tuple[int, int]],
     size: int,
@@ -160,9 +148,9 @@ def _clean_tiles(
         yield from clean
 
 
-def _purified(purifier: Purifier, images: Tensor, seeds: Sequence[int], device: str) -> Tensor:
+def _purified(purifier: PurifierBase, images: Tensor, seeds: Sequence[int], device: str) -> Tensor:
     """Purified images of the channels they came with, on the CPU."""
-    channels, wanted = images.shape[1], native_channels(purifier)
+    channels, wanted = images.shape[1], purifier.channels
     if channels == 3 and wanted == 1:
         raise InputError("A colour image cannot be purified by a score model of one channel; grey images can.")
     given = as_floats(images.to(device))
