@@ -43,7 +43,7 @@ def purify(
         int, typer.Option(min=1, help="Images or tiles purified together; default 16.", show_default=False)
     ] = 16,
     max_pixels: Annotated[
-        int | None, typer.Option(min=1, max=POSSIBLE, help="Larger images are refused; default 64 million.")
+        int | None, typer.Option(min=1, max=POSSIBLE, metavar="<int>", help="Refuse larger images; default 64 million.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     trajectory: Annotated[Trajectory, typer.Option(help="Also draw the way back.", show_default=False)] = "none",
