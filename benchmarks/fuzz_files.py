@@ -164,7 +164,7 @@ def arrays(draw: random.Random, folder: Path) -> None:
             )
             kind = draw.choice(("u1", "u1", "f4", "f8", "f2", "i8", "U3", "?"))
             saved = io.BytesIO()
-            np.save(saved, np.ones(shape).astype(kind) if draw.random() < 0.9 else np.zeros((3000, 64, 64, 3), "u1"))
+            np.save(saved, np.ones(shape).astype(kind) if draw.random() < 0.9 else np.zeros((300, 16, 16, 3), "u1"))
             archive.writestr(f"{key}.npy", damaged(draw, saved.getvalue()))
     (folder / "set.npz").write_bytes(damaged(draw, out.getvalue()))
 
