@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffpure.advice import suggest_t_star
+from diffpure.attacks import PGD
 from diffpure.diffusion.gradients import walk
-from diffpure.diffusion.samplers import FewStep, ReverseSDE
+from diffpure.diffusion.samplers import FewStep, OneShot, ReverseSDE
 from diffpure.diffusion.sde import VPSDE
 from diffpure.errors import InputError
+from diffpure.evaluation.results import Rate
 from diffpure.noise import Noise
 from diffpure.scores import GaussianScore
 from diffpure.theory import (
@@ -25,6 +27,7 @@ from diffpure.theory import (
     kl_gaussians,
     kl_mixtures,
 )
+from diffpure.threats import L2, Flow, Linf
 from problems import images, tiny_classifier, tiny_unet
 
 SDE = VPSDE()
@@ -95,28 +98,83 @@ def test_theorem_2_holds_on_gaussian_data():
     assert torch.equal(state, walk(path, start))
 
 
-def test_advice_reports_bound_distance_and_accuracy():
+def advise(**options):
     x, classifier = images(6, 8), tiny_classifier()
-    labels = classifier(x).argmax(1)
-    advice = suggest_t_star(
-        tiny_unet(),
-        x,
-        classifier,
-        labels,
-        candidates=(0.01, 0.2),
-        sampler=lambda t: FewStep(t, steps=3),
-        seeds=range(6),
-    )
+    given = {"candidates": (0.01, 0.2), "sampler": lambda t: FewStep(t, steps=3), "seeds": range(6)}
+    return suggest_t_star(tiny_unet(), x, classifier, classifier(x).argmax(1), **{**given, **options})
+
+
+def test_advice_reports_bound_distance_and_accuracy():
+    advice = advise()
     near, far = advice.rows
     assert near.distance < far.distance
     assert all(row.distance <= row.distance_bound for row in advice.rows)
-    assert near.accuracy is not None
-    assert advice.suggestion in (0.01, 0.2)
-    assert "suggested t*" in str(advice)
-    alone = suggest_t_star(tiny_unet(), x, candidates=(0.01,), perturbation=1.0)
+    assert advice.undefended.clean == Rate(6, 6)
+    assert near.accuracy.clean is not None
+    assert near.accuracy.clean.total == 6
+
+
+def test_without_a_threat_or_a_classifier_nothing_is_suggested():
+    advice = advise()
+    assert advice.suggestion is None
+    assert advice.alternatives == ()
+    assert advice.perturbation == 0
+    assert "suggested t*: none, as that takes a threat" in str(advice)
+    alone = suggest_t_star(tiny_unet(), images(), candidates=(0.01,), perturbation=1.0)
     assert alone.suggestion is None
     assert alone.rows[0].kl_bound == pytest.approx(kl_bound_of_perturbation(SDE, 0.01, 1.0))
-    assert "no suggestion" in str(alone)
+    assert "suggested t*: none, as that takes a classifier with labels" in str(alone)
+
+
+@pytest.mark.parametrize(
+    ("threat", "size"), [(Linf(8 / 255), 2 * 8 / 255 * (3 * 64) ** 0.5), (L2(0.5), 1.0), (Flow(0.1), None)]
+)
+def test_the_size_of_the_threat_is_that_of_images_in_minus_one_to_one(threat, size):
+    advice = advise(threat=threat, candidates=(0.05,), attack=PGD(iterations=2))
+    assert advice.suggestion == 0.05
+    assert advice.perturbation > 0
+    if size is not None:
+        assert advice.perturbation == pytest.approx(size)
+        assert advice.rows[0].kl_bound == pytest.approx(kl_bound_of_perturbation(SDE, 0.05, size))
+        alone = suggest_t_star(tiny_unet(), images(), candidates=(0.05,), threat=threat)
+        assert alone.perturbation == pytest.approx(2 * threat.eps * (1 if isinstance(threat, L2) else (3 * 64) ** 0.5))
+
+
+def test_the_suggestion_is_the_best_on_attacked_images_and_names_what_cannot_be_told_from_it():
+    """Data near 0.6 pull every pixel upwards: dark images become bright, and correct, at a large t* only."""
+    clean, attacked = torch.full((40, 1, 4, 4), 0.8), torch.full((40, 1, 4, 4), 0.2)
+    score, labels = GaussianScore(0.6, 0.05), torch.ones(40, dtype=torch.long)
+
+    def classifier(x):  # class 1 is brighter than one half
+        bright = x.flatten(1).mean(1)
+        return torch.stack([0.5 - bright, bright - 0.5], 1)
+
+    given = {"candidates": (0.001, 0.3, 0.5), "sampler": lambda t: OneShot(t), "seeds": range(40)}
+    advice = suggest_t_star(score, clean, classifier, labels, attacked=attacked, **given)
+    assert advice.undefended.clean == Rate(40, 40)
+    assert advice.undefended.attacked == Rate(0, 40)
+    assert [row.accuracy.clean for row in advice.rows] == [Rate(40, 40)] * 3
+    small, middle, large = (row.accuracy.attacked for row in advice.rows)
+    assert small == Rate(0, 40)
+    assert middle == large == Rate(40, 40)
+    assert advice.suggestion == 0.5  # of equals the larger t*
+    assert advice.alternatives == (0.3,)
+    assert "0.3 cannot be told from it" in str(advice)
+    assert "100.0 % [91.2, 100.0]" in str(advice)
+    assert advice.perturbation == pytest.approx(2 * 0.6 * 4)
+    data = json.loads(json.dumps(advice.as_dict()))
+    assert data["suggestion"] == 0.5
+    assert data["rows"][0]["accuracy"]["attacked"]["correct"] == 0
+    assert data["rows"][1]["accuracy"]["attacked"]["interval"] == pytest.approx([0.912, 1], abs=1e-3)
+
+
+def test_the_threat_is_attacked_by_transfer():
+    """PGD on the undefended linear classifier fools it; the attack never sees the purifier."""
+    advice = advise(threat=Linf(0.2), seeds=range(6))
+    assert advice.undefended.attacked is not None
+    assert advice.undefended.attacked.correct < 6
+    assert advice.suggestion in (0.01, 0.2)
+    assert "Linf 0.2" in str(advice)
 
 
 def test_bad_input():
@@ -130,3 +188,7 @@ def test_bad_input():
         suggest_t_star(tiny_unet(), images(), tiny_classifier())
     with pytest.raises(InputError, match="integer tensor"):
         suggest_t_star(tiny_unet(), images(), tiny_classifier(), torch.zeros(3))
+    with pytest.raises(InputError, match="Attacked images have the shape of the images"):
+        suggest_t_star(tiny_unet(), images(), attacked=images(2))
+    with pytest.raises(InputError, match="at least one candidate"):
+        suggest_t_star(tiny_unet(), images(), candidates=())
