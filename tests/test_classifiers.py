@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import diffpure as dp
 from diffpure.classifiers import load_classifier
 from diffpure.classifiers.attributes import AttributeClassifier, AttributeNet
 from diffpure.classifiers.normalize import CIFAR10, IMAGENET, Normalize
@@ -166,6 +167,24 @@ def test_zoos_are_asked_in_their_own_words(monkeypatch: pytest.MonkeyPatch) -> N
         (("resnet50",), {"weights": default}),
         (("deit_small_patch16_224",), {"pretrained": True}),
     ]
+
+
+def test_a_timm_module_brings_its_normalisation_and_its_size() -> None:
+    class Sided(nn.Module):
+        """A network for images of one side, as vision transformers are."""
+
+        pretrained_cfg: ClassVar = {"mean": (0.5,) * 3, "std": (0.25,) * 3, "input_size": (3, 8, 8)}
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.shape[-2:] in ((8, 8), (4, 4))
+            return x.mean((2, 3))
+
+    x = torch.full((2, 3, 16, 16), 0.75)
+    assert torch.allclose(dp.from_timm(Sided())(x), torch.ones(2, 3))
+    assert torch.allclose(dp.from_timm(Sided(), size=4)(x), torch.ones(2, 3))
+    assert dp.from_timm(Sided()).name == "Sided"
+    with pytest.raises(InputError, match="pretrained_cfg with mean and std, which Conv2d has not"):
+        dp.from_timm(nn.Conv2d(3, 3, 1))
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None:

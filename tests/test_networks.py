@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +18,11 @@ from diffpure.diffusion.sde import STEPS, VPSDE, DiscreteVP
 from diffpure.errors import InputError
 from diffpure.models.cards import card
 from diffpure.models.checkpoints import LAYOUTS
-from diffpure.scores import DenoiserScore, GaussianScore, load_score
+from diffpure.scores import load_score
 from diffpure.scores.ddpm import DDPMScore, DDPMUNet
 from diffpure.scores.ddpmpp import DDPMpp, DDPMppScore
 from diffpure.scores.guided import GuidedScore, GuidedUNet
-from diffpure.scores.hf import HFScore, load_folder, schedule, unet2d
+from diffpure.scores.hf import HFScore, from_diffusers, load_folder, schedule, unet2d
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -262,6 +263,38 @@ def test_a_diffusers_folder_becomes_a_score(tmp_path: Path, legacy: bool) -> Non
     assert (score.epsilon_step(x, i) - network(x, i).sample).abs().max() < 1e-5
 
 
+def test_a_loaded_diffusers_network_becomes_a_score() -> None:
+    diffusers = pytest.importorskip("diffusers")
+    network = unet2d(UNET2D).eval()
+    scheduler = diffusers.DDPMScheduler(beta_schedule="squaredcos_cap_v2", prediction_type="v_prediction")
+    x, i = noisy(), torch.tensor([5, 900])
+    for given in (scheduler, scheduler.config, dict(scheduler.config)):
+        score = from_diffusers(network, given)
+        assert (score.size, score.channels, score.steps) == (16, 3, 1000)
+        v, a = network(x, i).sample, scheduler.alphas_cumprod[i][:, None, None, None]
+        assert (score.epsilon_step(x, i) - (a.sqrt() * v + (1 - a).sqrt() * x)).abs().max() < 1e-4
+    betas = from_diffusers(network, diffusers.DDIMScheduler(trained_betas=[0.01, 0.02, 0.03])).sde
+    assert betas == DiscreteVP((0.01, 0.02, 0.03))
+
+
+def test_what_is_no_pixel_network_or_scheduler_of_diffusers_is_refused() -> None:
+    diffusers = pytest.importorskip("diffusers")
+    network, latent = unet2d(UNET2D), SimpleNamespace(config={"cross_attention_dim": 768})
+    with pytest.raises(InputError, match="which sees the image alone, got SimpleNamespace"):
+        from_diffusers(latent, {})  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"A UNet2DModel of diffusers is accepted, .* got Conv2d"):
+        from_diffusers(nn.Conv2d(3, 3, 1), {})
+    with pytest.raises(InputError, match="A scheduler of diffusers or its configuration is accepted, got int"):
+        from_diffusers(network, 1000)
+    with pytest.raises(InputError, match="rescale_betas_zero_snr"):
+        from_diffusers(network, diffusers.DDIMScheduler(rescale_betas_zero_snr=True))
+    wide = unet2d({**UNET2D, "sample_size": [16, 24]})
+    with pytest.raises(InputError, match=r"square images is accepted, got sample_size \(16, 24\)"):
+        from_diffusers(wide, {})
+    with pytest.raises(InputError, match=r"returned \(2, 6, 16, 16\) for images \(2, 3, 16, 16\)"):
+        from_diffusers(unet2d({**UNET2D, "out_channels": 6}), {})(noisy(), torch.tensor([0.1, 0.1]))
+
+
 def test_predictions_of_x0_and_v_give_the_same_epsilon() -> None:
     x0, eps, t = noisy(seed=1), noisy(seed=2), torch.tensor([0.1, 0.6], dtype=torch.float64)
     sde = VPSDE()
@@ -295,36 +328,6 @@ def test_schedules_are_those_of_diffusers(kind: str) -> None:
     chain = ours.discrete() if isinstance(ours, VPSDE) else ours
     assert isinstance(chain, DiscreteVP)
     assert torch.allclose(torch.tensor(chain.betas), theirs, rtol=1e-4, atol=1e-7)
-
-
-def test_a_wiener_denoiser_is_the_gaussian_score() -> None:
-    mean, variance = 0.2, 0.25
-    x = noisy().double()
-    for t in (0.001, 0.1, 0.5, 1.0):
-        at = torch.full((2,), t, dtype=torch.float64)
-        exact = GaussianScore(mean, variance)(x, at)
-
-        def wiener(y: Tensor, sigma: Tensor) -> Tensor:
-            gain = variance / (variance + sigma**2)
-            return mean + gain[:, None, None, None] * (y - mean)
-
-        def wiener_unit(y: Tensor, sigma: Tensor) -> Tensor:
-            return (wiener(2 * y - 1, 2 * sigma) + 1) / 2
-
-        sigma = VPSDE().std(at) / VPSDE().alpha(at).sqrt()
-        scores = [
-            DenoiserScore(wiener),
-            DenoiserScore(wiener_unit, unit_range=True),
-            DenoiserScore(lambda y, sigma=sigma: wiener(y, sigma), blind=True),
-        ]
-        for score in scores:
-            assert ((score(x, at) - exact).abs() / exact.abs().clamp(min=1)).max() < 1e-5
-
-
-def test_a_denoiser_module_moves_and_freezes_with_its_score() -> None:
-    score = DenoiserScore(nn.Conv2d(3, 3, 3, padding=1), blind=True)
-    assert len(list(score.requires_grad_(False).parameters())) == 2
-    assert score(noisy(size=20), torch.tensor([0.1, 0.1], dtype=torch.float64)).shape == (2, 3, 20, 20)
 
 
 def test_a_score_sde_file_loads_by_its_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

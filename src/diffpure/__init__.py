@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from diffpure.attacks import Transfer as Transfer
     from diffpure.audit import Audit as Audit
     from diffpure.audit import audit_gradient as audit_gradient
+    from diffpure.classifiers.foreign import from_timm as from_timm
     from diffpure.classifiers.load import load_classifier as load_classifier
     from diffpure.data.samples import class_names as class_names
     from diffpure.data.samples import samples as samples
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from diffpure.purify import Defense as Defense
     from diffpure.purify import PurifierBase as PurifierBase
     from diffpure.scores.denoiser import DenoiserScore as DenoiserScore
+    from diffpure.scores.hf import from_diffusers as from_diffusers
     from diffpure.scores.load import load_score as load_score
     from diffpure.threats import L2 as L2
     from diffpure.threats import Flow as Flow
@@ -88,6 +90,7 @@ _HOMES = {
         "Audit",
         "audit_gradient",
     ),
+    "diffpure.classifiers.foreign": ("from_timm",),
     "diffpure.classifiers.load": ("load_classifier",),
     "diffpure.data.samples": (
         "class_names",
@@ -122,6 +125,7 @@ _HOMES = {
         "ScoreModel",
     ),
     "diffpure.scores.denoiser": ("DenoiserScore",),
+    "diffpure.scores.hf": ("from_diffusers",),
     "diffpure.scores.load": ("load_score",),
     "diffpure.diffusion.sde": (
         "DiscreteVP",

@@ -3,7 +3,7 @@
 A larger t* washes perturbations out (Theorem 1) and loses the image (Theorem 2), so a t* can be chosen only against a
 threat. Beside the bounds, which hold for any score and are loose, stand the distance that purification moves the images
 and the accuracy on clean and on attacked images, with Wilson's intervals; the attack is made on the undefended
-classifier and transferred. The suggestion is the t* with the highest attacked accuracy; without an attack there is none.
+classifier and transferred. The suggestion is the t* with the highest attacked accuracy; without attack there is none.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ class Advice:
             f"{r.t_star:10.3f} {r.kl_bound:9.3g} {r.distance_bound:15.2f} {r.distance:9.3f}  {r.accuracy}"
             for r in self.rows
         ]
-        threat = f"{self.threat or 'no threat'}, ‖ε‖₂ ≤ {self.perturbation:.3g} in [-1, 1]"
+        size = f", ‖ε‖₂ ≤ {self.perturbation:.3g} in [-1, 1]" if self.perturbation else ""
+        threat = f"{self.threat or 'no threat'}{size}"
         return "\n".join([head, bare, *lines, f"{self.images} images; {threat}", f"suggested t*: {self._verdict()}"])
 
     def _verdict(self) -> str:

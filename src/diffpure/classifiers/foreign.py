@@ -8,12 +8,13 @@ says so when one is asked of it, so that only black-box attacks are run on it.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffpure.classifiers.normalize import Normalize
@@ -75,11 +76,18 @@ def from_torchvision(name: str) -> Classifier:
     return Classifier(models.get_model(name, weights=weights), name, Normalize((transform.mean, transform.std)))
 
 
-def from_timm(name: str) -> Classifier:
-    """A pretrained timm classifier with its normalisation, for example deit_small_patch16_224."""
-    model = _package("timm", "timm").create_model(name, pretrained=True)
-    statistics = (model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
-    return Classifier(model, name, Normalize(statistics))
+def from_timm(model: str | nn.Module, size: int | None = None) -> Classifier:
+    """A timm classifier, or the pretrained one of a name such as deit_small_patch16_224, with its normalisation.
+
+    size: the side to which images are resized; that of the model's `pretrained_cfg` unless given.
+    """
+    name = model if isinstance(model, str) else type(model).__name__
+    network = _package("timm", "timm").create_model(model, pretrained=True) if isinstance(model, str) else model
+    config = getattr(network, "pretrained_cfg", None)
+    if not isinstance(config, Mapping) or not {"mean", "std"} <= config.keys():
+        raise InputError(f"A timm model has a pretrained_cfg with mean and std, which {name} has not.")
+    wanted = size or config.get("input_size", (None,))[-1]
+    return Classifier(Resized(network, wanted), name, Normalize((config["mean"], config["std"])))
 
 
 def from_torchscript(path: Path) -> Classifier:
@@ -123,6 +131,20 @@ def is_torchscript(path: Path) -> bool:
 def is_onnx(path: Path) -> bool:
     """Whether a file calls itself one of ONNX."""
     return path.suffix.lower() == ".onnx"
+
+
+@final
+class Resized(nn.Module):
+    """A network that sees images resized to the side that it wants, bilinear and antialiased; None: as they come."""
+
+    def __init__(self, network: nn.Module, size: int | None) -> None:
+        super().__init__()
+        self.network, self.size = network, size
+
+    def forward(self, x: Tensor) -> Any:
+        if self.size is not None and x.shape[-2:] != (self.size, self.size):
+            x = F.interpolate(x, size=(self.size, self.size), mode="bilinear", antialias=True)
+        return self.network(x)
 
 
 def _package(module: str, package: str) -> Any:

@@ -1,4 +1,4 @@
-"""Any `UNet2DModel` of diffusers as a score model, from a local folder or from the hub.
+"""Any `UNet2DModel` of diffusers as a score model, loaded by you, from a local folder or from the hub.
 
 The folder's own files say everything: `config.json` the network, `scheduler_config.json` the chain β_0 … β_{N-1} and
 what the network predicts. With x = √ᾱ x0 + √(1-ᾱ) ε and the prediction p, ε is p, (x - √ᾱ p)/√(1-ᾱ) for x0, and
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -57,6 +57,11 @@ class HFScore(EpsilonScore):
 
     def _epsilon(self, x: Tensor, i: Tensor, t: Tensor) -> Tensor:
         predicted = self.network(x, i.to(device=x.device, dtype=torch.float32).expand(len(x)), return_dict=False)[0]
+        if predicted.shape != x.shape:
+            raise InputError(
+                f"The network returned {tuple(predicted.shape)} for images {tuple(x.shape)}; one that also predicts a "
+                "variance is not accepted."
+            )
         return PREDICTIONS[self.prediction](predicted, x, over(self.sde.alpha(t).sqrt(), x), over(self.sde.std(t), x))
 
 
@@ -72,14 +77,37 @@ def load_folder(folder: Path) -> HFScore:
 
     schedulers = [folder / "scheduler" / "scheduler_config.json", folder / "scheduler_config.json"]
     scheduler = next((_json(path) for path in schedulers if path.is_file()), {})
+    return _score(network, config, scheduler)
+
+
+def from_diffusers(unet: nn.Module, scheduler: Any) -> HFScore:
+    """A loaded `UNet2DModel` as a score model, with the scheduler of its training or the configuration of that."""
+    config, settings = getattr(unet, "config", None), getattr(scheduler, "config", scheduler)
+    if not isinstance(config, Mapping) or "cross_attention_dim" in config:
+        raise InputError(f"A UNet2DModel of diffusers is accepted, which sees the image alone, got {_kind(unet)}.")
+    if not isinstance(settings, Mapping):
+        raise InputError(f"A scheduler of diffusers or its configuration is accepted, got {_kind(scheduler)}.")
+    return _score(unet, config, settings)
+
+
+def _score(network: nn.Module, config: Mapping[str, Any], scheduler: Mapping[str, Any]) -> HFScore:
+    size = config.get("sample_size")
+    if isinstance(size, Sequence):
+        if len(set(size)) != 1:
+            raise InputError(f"A network for square images is accepted, got sample_size {tuple(size)}.")
+        size = size[0]
     return HFScore(
         network,
         schedule(scheduler),
-        config.get("sample_size"),
+        size,
         config.get("in_channels", 3),
         steps=scheduler.get("num_train_timesteps", STEPS),
         prediction=scheduler.get("prediction_type", "epsilon"),
     )
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
 
 
 def load_hub(name: str, revision: str | None = None) -> HFScore:
@@ -102,8 +130,12 @@ def schedule(scheduler: Mapping[str, Any]) -> Schedule:
     steps = scheduler.get("num_train_timesteps", STEPS)
     low, high = scheduler.get("beta_start", 1e-4), scheduler.get("beta_end", 0.02)
     kind = scheduler.get("beta_schedule", "linear")
-    if scheduler.get("trained_betas"):
-        return DiscreteVP(tuple(scheduler["trained_betas"]))
+    if scheduler.get("trained_betas") is not None:
+        return DiscreteVP(tuple(float(beta) for beta in scheduler["trained_betas"]))
+    if scheduler.get("rescale_betas_zero_snr"):
+        raise InputError(
+            "A scheduler with rescale_betas_zero_snr is not accepted: at its end no image is left."
+        )
     if kind not in SCHEDULES:
         raise unknown("beta_schedule", kind, SCHEDULES)
     return SCHEDULES[kind](low, high, steps)
