@@ -228,6 +228,12 @@ def test_a_random_model_without_seeds_fails():
     assert not audit("", lambda z: (z + torch.rand_like(z)).flatten(1)[:, :5]).passed
 
 
+def test_a_model_in_float64_from_the_start_is_not_asked_for_float32():
+    found = audit("", lambda z: (z + torch.rand_like(z)).flatten(1) @ torch.ones(3 * 64, 5, dtype=torch.float64))
+    assert not found.passed
+    assert found.precision == "float64"
+
+
 def test_the_result_is_numbers():
     found = audit("exact")
     data = json.loads(json.dumps(found.as_dict()))
@@ -253,3 +259,5 @@ def test_bad_input():
         dp.audit_gradient(tiny_classifier(), 255 * images(2))
     with pytest.raises(dp.InputError, match="no gradient with respect to the images"):
         dp.audit_gradient(lambda z: z.detach().flatten(1), images(2))
+    with pytest.raises(dp.InputError, match="it fails on these images: mat1 and mat2"):
+        dp.audit_gradient(nn.Sequential(nn.Flatten(), nn.Linear(7, 5)), images(2))

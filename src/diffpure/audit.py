@@ -146,8 +146,8 @@ def audit_gradient(
     """Audit the input gradient of any module or function from images (B, C, H, W) in [0, 1].
 
     objective: from the model's output to one number per image; without one, the log-odds of logits against the model's
-    own prediction, or the sum of an image weighted by fixed noise.   steps: of the
-    differences, in float64.   tolerance: that of the precision unless given.
+    own prediction, or the sum of an image weighted by fixed noise.   steps: those of the
+    differences in float64.   tolerance: that of the precision unless given.
     """
     images = as_images(images)
     if directions < 1 or (steps is not None and not (steps and all(0 < h <= 0.1 for h in steps))):
@@ -158,7 +158,7 @@ def audit_gradient(
         chosen = replace(precision, tolerance=tolerance or precision.tolerance)
         return _audit(model, images.to(chosen.dtype), objective, noise, directions, chosen, note)
 
-    reason = ""
+    reason, coarse = "", None
     for widened in (nullcontext(), _Widened()):
         try:
             double = copy.deepcopy(model).double() if isinstance(model, nn.Module) else model
@@ -169,8 +169,13 @@ def audit_gradient(
             continue
         if found.resolved:
             return found
-        reason = "its output is too coarse for small steps"
-    return audit(model, SINGLE, f"Audited in float32, as in float64: {reason}.")
+        reason, coarse = "its output is too coarse for small steps", found
+    try:
+        return audit(model, SINGLE, f"Audited in float32, as in float64: {reason}.")
+    except (RuntimeError, TypeError) as error:  # a model in float64 from the start, or one that fails anyway
+        if coarse is None:
+            raise InputError(f"The model cannot be audited, as it fails on these images: {reason}.") from error
+        return coarse
 
 
 def _audit(
@@ -187,8 +192,7 @@ def _audit(
     call = _with_fixed_noise(model, noise)
     with torch.no_grad():
         output = call(x)
-    digits = output.numpy(force=True)
-    if precision.dtype == torch.float64 and np.array_equal(digits, digits.astype(np.float32)):
+    if precision.dtype == torch.float64 and _is_single(output):
         raise TypeError("its output has the digits of float32 only")
     objective = objective or _default_objective(output, noise)
     gradient = _gradient(call, objective, x)
@@ -197,8 +201,8 @@ def _audit(
         backprop = _gradient(_with_fixed_noise(model.with_gradient("backprop"), noise), objective, x)
         reference = Agreement.between(gradient.flatten(1), backprop.flatten(1))
     vectors = [_signs(noise.child(k), x) for k in range(directions)]
-    along = torch.stack([(gradient * v).flatten(1).double().sum(1) for v in vectors], 1)
-    size = gradient.flatten(1).double().norm(dim=1)  # a direction of random signs meets a slope of this size
+    along = torch.stack([_wide(gradient * v).flatten(1).sum(1) for v in vectors], 1)
+    size = _wide(gradient).flatten(1).norm(dim=1)  # a direction of random signs meets a slope of this size
     found = [_slope(lambda z: objective(call(z)), x, v, size, precision) for v in vectors]
     measured, resolved = (torch.stack(part, 1) for part in zip(*found, strict=True))
     return Audit(
@@ -225,9 +229,9 @@ def _slope(
     slope, error = torch.zeros_like(size), torch.full_like(size, torch.inf)
     resolved = torch.zeros_like(size, dtype=torch.bool)
     with torch.no_grad():
-        middle = function(x).double()
+        middle = _wide(function(x))
         for h in precision.steps:
-            up, down = function(x + h * v).double(), function(x - h * v).double()
+            up, down = _wide(function(x + h * v)), _wide(function(x - h * v))
             found = (up - down) / (2 * h)
             doubt = (up - 2 * middle + down).abs() / (2 * h) + rounding * middle.abs() / h
             slope, error = torch.where(doubt < error, found, slope), torch.where(doubt < error, doubt, error)
@@ -235,6 +239,17 @@ def _slope(
             if resolved.all():
                 break
     return slope, resolved
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float64, on the CPU, as not every device has it."""
+    return x.cpu().double()
+
+
+def _is_single(output: Tensor) -> bool:
+    """Whether the numbers are those of float32, whatever they are stored in; NumPy, as `_Widened` must not see it."""
+    digits = output.numpy(force=True)
+    return np.array_equal(digits, digits.astype(np.float32))
 
 
 def _compare(along: Tensor, measured: Tensor, resolved: Tensor, size: Tensor) -> Agreement:

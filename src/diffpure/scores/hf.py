@@ -133,9 +133,7 @@ def schedule(scheduler: Mapping[str, Any]) -> Schedule:
     if scheduler.get("trained_betas") is not None:
         return DiscreteVP(tuple(float(beta) for beta in scheduler["trained_betas"]))
     if scheduler.get("rescale_betas_zero_snr"):
-        raise InputError(
-            "A scheduler with rescale_betas_zero_snr is not accepted: at its end no image is left."
-        )
+        raise InputError("A scheduler with rescale_betas_zero_snr is not accepted: at its end no image is left.")
     if kind not in SCHEDULES:
         raise unknown("beta_schedule", kind, SCHEDULES)
     return SCHEDULES[kind](low, high, steps)
