@@ -5,8 +5,8 @@
 Each audit takes other embedded CIFAR-10 images and other seeds, one image where there is a purifier. The gradient is
 plain autograd for classifiers and the exact mode for defences, so every failure of the first two columns is a false
 alarm: of central differences with one step of 1e-7, and of the audit. The last column but one plants a gradient that is
-1 % too long and counts how often the audit finds it. Networks with random weights have their normalisation fitted to the
-embedded images. One thread.
+1 % too long and counts how often the audit finds it. Networks with random weights have their normalisation fitted to
+the embedded images. One thread.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from diffpure.advice import suggest_t_star
 from diffpure.attacks import PGD
 from diffpure.diffusion.gradients import walk
-from diffpure.diffusion.samplers import FewStep, OneShot, ReverseSDE
+from diffpure.diffusion.samplers import DDIM, FewStep, OneShot, ReverseSDE
 from diffpure.diffusion.sde import VPSDE
 from diffpure.errors import InputError
-from diffpure.evaluation.results import Rate
+from diffpure.evaluation.rows import Rate
 from diffpure.noise import Noise
 from diffpure.scores import GaussianScore
 from diffpure.theory import (
@@ -114,6 +114,12 @@ def test_advice_reports_bound_distance_and_accuracy():
     assert near.accuracy.clean.total == 6
 
 
+def test_samplers_that_count_steps_are_heard_too():
+    """DDIM asks for ε̂ at steps: the largest score, and so the bound, is that of the same network in time."""
+    rows = [advise(sampler=make, candidates=(0.1,)).rows[0] for make in (lambda t: DDIM(t, steps=1), OneShot)]
+    assert rows[0].distance_bound == pytest.approx(rows[1].distance_bound, rel=0.02)
+
+
 def test_without_a_threat_or_a_classifier_nothing_is_suggested():
     advice = advise()
     assert advice.suggestion is None
@@ -170,11 +176,11 @@ def test_the_suggestion_is_the_best_on_attacked_images_and_names_what_cannot_be_
 
 def test_the_threat_is_attacked_by_transfer():
     """PGD on the undefended linear classifier fools it; the attack never sees the purifier."""
-    advice = advise(threat=Linf(0.2), seeds=range(6))
+    advice = advise(threat="linf 0.2", seeds=range(6))
     assert advice.undefended.attacked is not None
     assert advice.undefended.attacked.correct < 6
     assert advice.suggestion in (0.01, 0.2)
-    assert "Linf 0.2" in str(advice)
+    assert "Linf(eps=0.2)" in str(advice)
 
 
 def test_bad_input():

@@ -19,14 +19,15 @@ from torch import Tensor
 from diffpure.attacks.base import Attack
 from diffpure.attacks.pgd import PGD
 from diffpure.diffusion.samplers import ReverseSDE, Sampler
-from diffpure.diffusion.score import ScoreModel
-from diffpure.diffusion.sde import Schedule
+from diffpure.diffusion.score import ScoreModel, ScoreWrapper, as_score
+from diffpure.diffusion.sde import STEPS
 from diffpure.errors import InputError
 from diffpure.evaluation.rows import Rate
+from diffpure.named import brief
 from diffpure.noise import Noise, Seeds
 from diffpure.purifiers.diffusion import Purifier
 from diffpure.theory import distance_bound, kl_bound_of_perturbation
-from diffpure.threats import L2, Linf, ThreatModel
+from diffpure.threats import L2, AnyThreat, Linf, ThreatModel, threat_of
 from diffpure.validate import as_images, as_labels
 
 Classifier = Callable[[Tensor], Tensor]
@@ -140,20 +141,21 @@ class Advice:
 
 
 @final
-class _Loudest:
-    """A score model that remembers the largest norm that it returned for an image."""
+class _Loudest(ScoreWrapper):
+    """A score model that remembers the largest norm of the scores that it returned."""
 
-    def __init__(self, score: ScoreModel) -> None:
-        self.score, self.size, self.largest = score, score.size, 0.0
+    largest = 0.0
 
-    @property
-    def sde(self) -> Schedule:
-        return self.score.sde
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return self._hear(super().forward(x, t), 1.0)
 
-    def __call__(self, x: Tensor, t: Tensor) -> Tensor:
-        score = self.score(x, t)
-        self.largest = max(self.largest, score.flatten(1).norm(dim=1).max().item())
-        return score
+    def epsilon_step(self, x: Tensor, i: Tensor) -> Tensor:
+        std = self.sde.std((i.to(torch.float64) + 1) / STEPS)
+        return self._hear(super().epsilon_step(x, i), std.min().item())
+
+    def _hear(self, out: Tensor, std: float) -> Tensor:
+        self.largest = max(self.largest, out.flatten(1).norm(dim=1).max().item() / std)
+        return out
 
 
 @torch.no_grad()
@@ -163,7 +165,7 @@ def suggest_t_star(
     classifier: Classifier | None = None,
     labels: Tensor | None = None,
     *,
-    threat: ThreatModel | None = None,
+    threat: AnyThreat | None = None,
     attack: Attack = PGD_20,
     attacked: Tensor | None = None,
     candidates: Sequence[float] = (0.025, 0.05, 0.075, 0.1, 0.125, 0.15, 0.2),
@@ -174,11 +176,12 @@ def suggest_t_star(
 ) -> Advice:
     """Sweep t* on sample images (B, C, H, W) in [0, 1]; `sampler` makes a sampler from a t*.
 
-    threat: what to defend against; `attack` is then run on the classifier alone, unless `attacked` gives the attacked
+    threat: what to defend against, such as "linf 8/255"; `attack` is then run on the classifier alone, unless `attacked` gives the attacked
     images.   perturbation: the ℓ2 norm for the bounds, of images in [-1, 1] (twice that of images in [0, 1]); that of
     the threat unless given.
     """
-    images = as_images(images)
+    score, images = as_score(score), as_images(images)
+    threat = None if threat is None else threat_of(threat)
     if (classifier is None) != (labels is None):
         raise InputError("Accuracy needs both a classifier and labels; give both or neither.")
     if not candidates:
@@ -230,4 +233,4 @@ def _l2_size(threat: ThreatModel | None, images: Tensor, attacked: Tensor | None
 def _words(threat: ThreatModel | None, attacked: Tensor | None) -> str:
     if threat is None:
         return "" if attacked is None else "attacked images as given"
-    return f"{type(threat).__name__} {threat.eps:.4g}"
+    return brief(threat)
