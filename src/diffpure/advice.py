@@ -176,9 +176,9 @@ def suggest_t_star(
 ) -> Advice:
     """Sweep t* on sample images (B, C, H, W) in [0, 1]; `sampler` makes a sampler from a t*.
 
-    threat: what to defend against, such as "linf 8/255"; `attack` is then run on the classifier alone, unless `attacked` gives the attacked
-    images.   perturbation: the ℓ2 norm for the bounds, of images in [-1, 1] (twice that of images in [0, 1]); that of
-    the threat unless given.
+    threat: what to defend against, such as "linf 8/255"; `attack` is then run on the classifier alone, unless
+    `attacked` gives the attacked images.   perturbation: the ℓ2 norm for the bounds, of images in [-1, 1] (twice that
+    of images in [0, 1]); that of the threat unless given.
     """
     score, images = as_score(score), as_images(images)
     threat = None if threat is None else threat_of(threat)
