@@ -1,121 +1,103 @@
-"""What a run will cost: calibrations against the real calls and bytes, estimates against what is then spent."""
+"""What a run will cost: what units are said to spend, the time that follows, and how many images fit into a call."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from diffpure.evaluation.calibrate import Calibration, Line, _Peak, calibrate, rows_that_fit
-from torch import Tensor, nn
+from torch import nn
 
-from diffpure.attacks import EOT, PGD
-from diffpure.diffusion.gradients import GRADIENT_MODES, Exact, Surrogate
-from diffpure.diffusion.samplers import Ancestral, FewStep, Langevin, OneShot, ProbabilityFlow, ReverseSDE
-from diffpure.diffusion.score import EpsilonScore
-from diffpure.evaluation.cost import Estimate, estimate
-from diffpure.evaluation.evaluate import evaluate, prepare
-from diffpure.experiments.spec import ATTACKS
-from diffpure.purifiers.diffusion import Purifier
-from diffpure.purify import Defense
-from evaluations import THREAT, defense, problem, spec_of, tiny_world
-from problems import images, tiny_classifier, tiny_unet
+from diffpure.attacks import APGD, EOT, PGD, Suite
+from diffpure.attacks.base import Spending
+from diffpure.diffusion.gradients import BPDA, Exact, saved_bytes
+from diffpure.evaluation import cost
+from diffpure.evaluation.cost import duration, images_per_call
+from diffpure.evaluation.rows import CLEAN
+from diffpure.meter import CALLS
+from evaluations import COUNT, defense, ready
+from problems import images, tiny_classifier
 
 
-def test_calibration_counts_calls_and_bytes():
-    wide = nn.Sequential(nn.Flatten(), nn.Linear(192, 4096, bias=False), nn.ReLU(), nn.Linear(4096, 5, bias=False))
-    wide.requires_grad_(False)
-    found = calibrate(wide, images(2))
-    assert found.classes == 5
-    assert found.calls == (0, 0)
-    assert 4 * 4096 * 2 <= found.memory.each <= 4 * 4096 * 4  # the hidden layer, its rectification, their gradients
-    assert found.memory.base >= 4 * (192 + 5) * 4096
-    need = Line(1000, 100)
-    assert [rows_that_fit(need, memory) for memory in (0, 1000, 1750, 10**9)] == [1, 1, 7, 256]
+def test_an_account_is_known_by_hand():
+    assert PGD(iterations=2, eot=EOT(2)).account(5) == (Spending(0, 2), Spending(4, 2))
+    nested = Suite(attacks=(PGD(iterations=2), APGD(iterations=3, loss="dlr-targeted", gradient="bpda")))
+    assert nested.account(5) == (Spending(0, 1), Spending(2, 1), Spending(12, 4, BPDA()))
+    pieces = PGD(iterations=2, eot=EOT(10, per_call=4))  # first the outputs of all samples, then their gradients
+    assert pieces.account(5) == (Spending(0, 10), Spending(20, 20 + 10))
 
 
-class Counted(EpsilonScore):
-    """A score that counts its calls."""
+def test_seconds_are_those_of_the_calls_that_are_made(monkeypatch):
+    """Seconds of a call by its kind and size, whatever this machine needs: 1 s per image and 10 s per call."""
+    sizes = []
 
-    def __init__(self) -> None:
-        inner = tiny_unet(8)
-        super().__init__(inner.sde, inner.size)
-        self.inner, self.calls = inner, 0
+    def seconds(model, one, size):
+        sizes.append(size)
+        each = {"network": 1.0, "network_gradient": 100.0, "classifier": 0.5, "classifier_gradient": 50.0}
+        return {key: value + 10 / size for key, value in each.items()}
 
-    def epsilon(self, x: Tensor, t: Tensor) -> Tensor:
-        self.calls += 1
-        return self.inner.epsilon(x, t)
-
-
-SMALL = {"sde": ReverseSDE(0.05, steps=3), "few-step": FewStep(0.05, steps=2), "one-shot": OneShot(0.05)}
-SMALL |= {"ode": ProbabilityFlow(0.05, steps=7), "ld": Langevin(steps=3), "ancestral": Ancestral(0.05, steps=4)}
-MODES = {**GRADIENT_MODES, "surrogate": lambda: Surrogate(2), "memory": lambda: Exact(memory=200_000)}
-
-
-NO_EULER_STEPS = ("few-step", "ancestral")  # the adjoint has no meaning there
-PAIRS = [(kind, mode) for kind in SMALL for mode in MODES if mode != "adjoint" or kind not in NO_EULER_STEPS]
-
-
-@pytest.mark.parametrize(("kind", "mode"), PAIRS)
-def test_calibration_knows_every_sampler_and_gradient_mode(kind, mode):
-    """What a hollow score counts and takes is what the whole model spends on one image."""
-    model = Defense(Purifier(score := Counted(), SMALL[kind], MODES[mode](), rounds=2), tiny_classifier())
-    found = calibrate(model, images(1), largest=4)
-    assert found.gradient is not None
-    assert 0 < found.forward(1) <= found.forward(4)
-    assert 0 < found.gradient(1) <= found.gradient(4)
-    score.calls = 0
-    model(images(1), seeds=[0])
-    forward = score.calls
-    x = images(1).requires_grad_()
-    with (peak := _Peak([*model.parameters(), *model.buffers(), x])):
-        torch.autograd.grad(model(x, seeds=[0]).sum(), x)
-    assert found.calls == (forward, score.calls - forward)
-    assert found.memory.each == pytest.approx(peak.peak, rel=0.25)
+    monkeypatch.setattr(cost, "_seconds", seconds)
+    work = ready(tried=[PGD(iterations=2, eot=EOT(3))], rules=["worst of 2"], batch=COUNT, per_call=6)
+    said = work.estimate()
+    assert sizes == [6, 6] or sizes == [6]  # 5 images × 2 samples and 2 images × 3 samples, at most 6 in a call
+    network, graph = 3 * (2 * 3 + 2 * 3) + 2 * 3 * 2, 3 * 2 * 3  # per image: forward passes, and backward ones
+    assert said.calls["network"] == COUNT * network
+    assert said.calls["network_gradient"] == COUNT * graph
+    assert (said.images, said.gradients, said.queries, said.per_call) == (COUNT, COUNT * 6, COUNT * 6, 6)
+    calls = [said.calls[key] for key in CALLS]
+    price = (1.0, 100.0, 0.5, 50.0)
+    assert said.seconds == pytest.approx(sum(n * (p + 10 / 6) for n, p in zip(calls, price, strict=True)))
+    assert f"{COUNT * (network + graph):,} network calls" in str(said)
 
 
-def test_calibration_does_not_walk_the_path():
-    model = Defense(Purifier(score := Counted(), ReverseSDE(t_star=0.1)), tiny_classifier())
-    assert calibrate(model, images(1), largest=4).calls == (100, 200)
-    assert score.calls < 12
+def test_an_estimate_measures_this_machine():
+    work = ready()
+    said = work.estimate()
+    assert said.seconds > 0
+    clean = work.estimate([unit for unit in work.units if unit.attack == CLEAN])
+    assert (clean.gradients, clean.queries, clean.images) == (0, 0, COUNT)
+    assert clean.calls["network"] == COUNT * 4 * 3
+    assert clean.seconds < said.seconds
 
 
-def test_a_line_through_two_measurements():
-    line = Line.through((1, 5.0), (9, 21.0))
-    assert (line(1), line(9), line(4)) == (5.0, 21.0, 11.0)
-    assert (line + line).times(0.5) == line
-    assert Line.through((1, 5.0), (4, 3.0))(4) == 3.0  # a machine that was busy for a while
-    assert Line.through((1, 1.0), (4, 40.0)).base == 0.0
-    assert Line.through((2, 6.0), (2, 6.0)) == Line(0.0, 3.0)
+def test_as_many_images_as_memory_holds_are_in_a_call():
+    wide = nn.Sequential(nn.Flatten(), nn.Linear(192, 4096), nn.ReLU(), nn.Linear(4096, 5)).requires_grad_(False)
+    one, attacks = images(1), (PGD(),)
+    each = 2 * saved_bytes(lambda: wide(one.clone().requires_grad_()))
+    assert each >= 2 * 4 * 4096  # what the rectification keeps
+    for memory, held in ((0, 1), (each - 1, 1), (7 * each + 1, 7), (10**12, cost.MOST)):
+        assert images_per_call(wide, attacks, one, memory) == held
 
 
-def test_seconds_are_those_of_the_calls_that_are_made():
-    """One call costs 10 s and 1 s an image, a gradient ten times that: 4 images, 3 samples, at most 6 images a call."""
-    x, y = problem(4)
-    ready = prepare(defense(), x, y, THREAT, [PGD(iterations=2, eot=EOT(3))], rules=["worst of 2"], batch=4, rows=6)
-    price = Calibration(5, (3, 6), Line(0, 1), forward=Line(10, 1), gradient=Line(100, 10), rows=6)
-    said = estimate(ready.job, price, ready.units)
-    judged = 2 * 4 * 2 * 16 / 6  # clean and attacked, 4 images, 2 samples, at the price of one of six in a call
-    looks = 4 * 3 * (2 * 160 / 6 + 2 * 16 / 6)  # two with a gradient, the first and the last without
-    assert said.seconds == pytest.approx(judged + looks)
-    assert (said.images, said.gradients, said.queries, said.memory) == (4, 4 * 6, 4 * (6 + 2 * 2), 6)
+def test_a_gradient_mode_that_keeps_every_graph_fits_fewer_images():
+    one, memory = images(1), 10_000_000
+    held = {
+        name: images_per_call(defense(), (PGD(gradient=mode),), one, memory)
+        for name, mode in (("one", "exact"), ("all", "backprop"), ("unlimited", Exact(memory=None)))
+    }
+    assert held["one"] > held["all"]
+    assert held["all"] == held["unlimited"]
+    plain = images_per_call(tiny_classifier(), (), one, memory)
+    assert plain >= held["one"]
 
 
-@pytest.mark.parametrize("kind", sorted(ATTACKS))
-def test_an_estimate_is_what_is_then_spent(kind):
-    """But for attacks that stop early (less) or ask about doubtful images again (a little more)."""
-    spec = spec_of(
-        model={"classifier": "cifar10-resnet", "score": "cifar10-small"},
-        data={"images": "0-1"},
-        threat={"kind": "flow", "eps": 0.05} if kind == "stadv" else {},
-        attacks=[{"kind": kind}],
-    ).tiny()
-    said: list[Estimate] = []
-    world = tiny_world(spec)
-    given = (world.model, world.images, world.labels, spec.threat.make(), spec.make_attacks())
-    spent = evaluate(*given, rules=spec.rules, on_estimate=said.append).spent()
-    assert "score calls" in str(said[0])
-    if kind in ("autoattack-standard", "bpda-eot"):
-        assert spent["gradients"] <= said[0].gradients
-    elif kind != "transfer":  # whose own gradients are those of the bare classifier
-        assert said[0].gradients == spent["gradients"]
-    if kind not in ("autoattack-standard", "bpda-eot"):
-        assert said[0].score_calls == spent["score_calls"]
+def test_a_gradient_of_the_attack_is_part_of_the_account():
+    """The same attack through the exact gradient and through the identity: BPDA needs no graph of the network."""
+    work = ready(tried=[PGD(iterations=2, gradient=mode) for mode in ("exact", "bpda", "backprop")])
+    spent = {unit.attack: cost.account(work.job, unit, 5, images(1)) for unit in work.units[1:4]}
+    exact, bpda, backprop = (spent[f"pgd-ce@{mode}"] for mode in ("exact", "bpda", "backprop"))
+    assert exact["network_gradient"] == backprop["network_gradient"] == 2 * 2 * 3  # two images, two gradients
+    assert bpda["network_gradient"] == 0
+    assert exact["network"] == bpda["network"] == backprop["network"] + 2 * 2 * 3
+    assert exact["classifier_gradient"] == bpda["classifier_gradient"] == 4
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.2, "1 s"), (119, "119 s"), (150, "2.5 minutes"), (9e4, "25.0 hours")])
+def test_a_time_in_words(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_an_estimate_leaves_the_threads_and_the_gradients_of_weights_alone():
+    before = torch.get_num_threads()
+    work = ready()
+    work.estimate()
+    assert torch.get_num_threads() == before
+    assert all(p.grad is None for p in work.job.model.parameters())  # type: ignore[attr-defined]
