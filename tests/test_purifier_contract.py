@@ -19,12 +19,12 @@ from diffpure.diffusion.paths import Path
 from diffpure.diffusion.samplers import Ancestral, FewStep, ReverseSDE, Sampler
 from diffpure.errors import InputError
 from diffpure.evaluation.evaluate import evaluate, run
-from diffpure.evaluation.pictures import make_gallery
 from diffpure.evaluation.setup import Evaluation, Settings, set_up
 from diffpure.evaluation.verify import verify
 from diffpure.meter import CALLS, NETWORK, count, metered
 from diffpure.models.identity import identify
 from diffpure.noise import Noise
+from diffpure.pictures.make import make_gallery
 from diffpure.purifiers import PURIFIERS as NAMED
 from diffpure.purifiers import make_purifier
 from diffpure.purifiers.blur import Blur

@@ -245,7 +245,7 @@ def test_functions_that_differ_only_in_what_they_close_over_are_told_apart(tmp_p
     with pytest.raises(InputError, match=r"of the model cannot be told from another one.*leave `out` away"):
         evaluate(unknown, x, y, THREAT, rules=["one-shot"], out=tmp_path / "other")
     assert not (tmp_path / "other").exists()
-    assert evaluate(unknown, x, y, THREAT, rules=["one-shot"]).complete
+    assert evaluate(unknown, x, y, THREAT, (), rules=["one-shot"]).complete
 
 
 def test_the_folder_of_another_run(tmp_path):
