@@ -1,8 +1,9 @@
-"""A small evaluation, a model with a known answer, and the small world of a spec, for the tests of evaluations."""
+"""A small evaluation, a model with a known answer, and a loader of small models, for the tests of evaluations."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,14 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from diffpure.attacks import APGD, EOT, PGD, Attack, Square
+from diffpure.data.sources import Dataset
 from diffpure.diffusion.samplers import ReverseSDE
 from diffpure.evaluation.evaluate import evaluate
 from diffpure.evaluation.results import Result
 from diffpure.evaluation.rows import Row
-from diffpure.experiments.load import World, load_images
-from diffpure.experiments.spec import EvaluationSpec
+from diffpure.evaluation.setup import Evaluation, Settings, set_up
+from diffpure.experiments.load import Loader
+from diffpure.experiments.spec import EvaluationSpec, ModelSpec
 from diffpure.purifiers.diffusion import Purifier
-from diffpure.purify import Defense
+from diffpure.purify import Defense, PurifierBase
 from diffpure.threats import Linf
 from problems import images, tiny_classifier, tiny_unet
 
@@ -62,8 +65,15 @@ def problem(count: int = COUNT) -> tuple[Tensor, Tensor]:
 
 def settle(out: Path | None = None, **changes: object) -> Result:
     x, y = problem()
-    options = {"rules": RULES, "batch": BATCH, "rows": 8, "out": out, **changes}
+    options = {"rules": RULES, "batch": BATCH, "per_call": 8, "out": out, **changes}
     return evaluate(defense(), x, y, THREAT, attacks(), **options)  # type: ignore[arg-type]
+
+
+def ready(model: nn.Module | None = None, tried: Sequence[Attack] | None = None, **changes: object) -> Evaluation:
+    """The same evaluation, checked but not begun."""
+    x, y = problem()
+    settings = Settings(**{"rules": RULES, "batch": BATCH, "per_call": 8, **changes})  # type: ignore[arg-type]
+    return set_up(model or defense(), x, y, THREAT, attacks() if tried is None else tried, settings)
 
 
 def timeless(rows: tuple[Row, ...] | list[Row]) -> list[Row]:
@@ -74,11 +84,22 @@ def spec_of(**changes: object) -> EvaluationSpec:
     return EvaluationSpec.of({"model": {"classifier": "cifar10-resnet"}, **changes})
 
 
-def tiny_world(spec: EvaluationSpec) -> World:
+class TinyLoader(Loader):  # type: ignore[misc]  # final for everybody else
     """The spec's own images, cut small, with small networks for the ones it names."""
-    x, y = load_images(spec.data)
-    x, y = x[:, :, 8:16, 8:16].contiguous(), y % 5
-    if spec.model.score is None:
-        return World(tiny_classifier(), x, y)
-    purifier = Purifier(tiny_unet(8), spec.model.make_sampler(), spec.model.gradient, rounds=spec.model.rounds)
-    return World(Defense(purifier, tiny_classifier()), x, y)
+
+    def model(self, spec: ModelSpec) -> nn.Module:
+        classifier = tiny_classifier()
+        return Defense(self._purifier(spec), classifier) if spec.defended else classifier
+
+    def data(self, spec: EvaluationSpec) -> Dataset:
+        found = super().data(spec)
+        small = found.images[:, :, 8:16, 8:16].contiguous()
+        return replace(found, images=small, labels=found.labels % 5, class_names=found.class_names[:5])
+
+    def _purifier(self, spec: ModelSpec) -> PurifierBase:
+        if spec.score is None:
+            return super()._purifier(spec)
+        return Purifier(tiny_unet(8), spec.sampler, spec.gradient, rounds=spec.rounds)
+
+
+TINY = TinyLoader()

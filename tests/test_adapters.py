@@ -9,8 +9,9 @@ import torch
 
 digits = pytest.importorskip("digits", reason="needs scikit-learn")
 
-from diffpure.adapters import DIFFATTACK, Averaged, PathDeviation, art_preprocessor, foolbox_model  # noqa: E402
-from diffpure.attacks import APGD, EOT, Deviated, expect  # noqa: E402
+from diffpure.adapters import Averaged, art_preprocessor, foolbox_model  # noqa: E402
+from diffpure.attacks import APGD, DIFFATTACK, EOT, Deviated, expect  # noqa: E402
+from diffpure.attacks.diffattack import Deviating  # noqa: E402
 from diffpure.diffusion.samplers import Langevin, ReverseSDE  # noqa: E402
 from diffpure.errors import InputError  # noqa: E402
 from diffpure.threats import Linf  # noqa: E402
@@ -35,7 +36,7 @@ def check(model, x, y, adversarial) -> None:
     assert right(model, adversarial, y) < right(model, x, y) - 2
 
 
-def test_averaged_is_the_mean_of_its_draws_and_batch_invariant(world):
+def test_averaged_is_the_mean_of_its_samples_and_batch_invariant(world):
     model, x, _ = world
     torch.testing.assert_close(Averaged(model, 3)(x, seeds=range(8))[5:6], Averaged(model, 3)(x[5:6], seeds=[5]))
     with pytest.raises(InputError, match="one draw or more"):
@@ -89,13 +90,13 @@ def test_a_missing_package_is_named(monkeypatch):
 @pytest.mark.parametrize("sampler", [ReverseSDE(t_star=0.05, steps=5), Langevin(variance=0.02, steps=4)], ids=str)
 def test_the_path_says_how_far_it_deviates_with_an_exact_gradient(sampler):
     model, (x, y) = digits.defence(sampler=sampler), digits.held_out(3)
-    path = PathDeviation(model, states=2)
+    path = Deviating(model, states=2)
     logits, deviation = path(x, seeds=range(3))
     torch.testing.assert_close(logits, model(x, seeds=range(3)))
     assert (deviation > 0).all()
     objective = Deviated(weight=5.0)
     ours = expect(path, x, y, objective, EOT(), (1, 2, 3), 0, gradient=True).gradient
-    plain = PathDeviation(model.with_gradient("backprop"), states=2)
+    plain = Deviating(model.with_gradient("backprop"), states=2)
     oracle = expect(plain, x, y, objective, EOT(), (1, 2, 3), 0, gradient=True).gradient
     torch.testing.assert_close(ours, oracle, rtol=1e-4, atol=1e-6)
 
@@ -103,6 +104,17 @@ def test_the_path_says_how_far_it_deviates_with_an_exact_gradient(sampler):
 def test_the_deviated_attack_breaks_the_defence(world):
     model, x, y = world
     attack = replace(DIFFATTACK, attack=APGD(loss="deviated", iterations=6, eot=EOT(4)))
-    assert attack.name == "pathdeviation:apgd-deviated"
+    assert attack.name == "diffattack"
+    assert replace(attack, label="").name == "deviating:apgd-deviated"
     z = attack(model, x, y, Linf(EPS), seeds=range(8))
     check(model, x, y, Linf(EPS).apply(x, z))
+
+
+def test_the_deviation_needs_the_path_of_one_round(world):
+    model, x, _ = world
+    with pytest.raises(InputError, match="a defence with a diffusion purifier"):
+        Deviating(model.classifier)
+    twice = digits.defence(sampler=ReverseSDE(t_star=0.05, steps=3))
+    twice.purifier.rounds = 2
+    with pytest.raises(InputError, match="one round, got 2 rounds"):
+        Deviating(twice)(x, seeds=range(8))

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from diffpure import cli
 from diffpure.errors import InputError
-from diffpure.experiments import run as runs
+from diffpure.experiments import load as loading
 from problems import tiny_unet
 
 SPEC = """
@@ -39,8 +39,8 @@ runner = CliRunner()
 def spec(tmp_path, monkeypatch):
     torch.manual_seed(0)
     classifier = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10)).eval()
-    monkeypatch.setattr(runs, "load_classifier", lambda name, like=None: classifier)
-    monkeypatch.setattr(runs, "load_score", lambda name, like=None: tiny_unet())
+    monkeypatch.setattr(loading, "load_classifier", lambda name, **options: classifier)
+    monkeypatch.setattr(loading, "load_score", lambda name, **options: tiny_unet())
     monkeypatch.setenv("COLUMNS", "200")
     path = tmp_path / "tiny.toml"
     path.write_text(SPEC)
@@ -53,7 +53,7 @@ def invoke(*arguments):
 
 def test_evaluate_then_verify_then_report(spec, tmp_path):
     home = tmp_path / "runs"
-    assert "score calls" in invoke("evaluate", spec, "--estimate").output
+    assert "network calls" in invoke("evaluate", spec, "--estimate").output
     assert not home.exists()
     found = invoke("evaluate", spec, "--out", home)
     assert found.exit_code == 0
@@ -62,7 +62,11 @@ def test_evaluate_then_verify_then_report(spec, tmp_path):
     rows = (folder / "rows.jsonl").read_text()
     assert invoke("evaluate", spec, "--out", home).exit_code == 0  # nothing to do, nothing added
     assert (folder / "rows.jsonl").read_text() == rows
-    assert invoke("verify", folder).exit_code == 0
+    again = invoke("verify", folder, "--again", 1)
+    assert again.exit_code == 0
+    assert "proven   1 of 2 units, chosen at random and computed again" in again.output
+    told = json.loads(invoke("verify", home, "--json").output)  # a folder of runs
+    assert [entry["passed"] for entry in told.values()] == [True]
     honest = shutil.copytree(folder, tmp_path / "honest")
     assert invoke("report", folder, "-o", tmp_path / "report.html").exit_code == 0
     lines = rows.splitlines()
@@ -79,6 +83,23 @@ def test_evaluate_then_verify_then_report(spec, tmp_path):
     assert mixed.exit_code == 1
     assert f"{nothing}: " in mixed.output
     assert f"{honest}: 8 rows" in mixed.output
+
+
+def test_numbers_as_json(spec, tmp_path):
+    said = json.loads(invoke("evaluate", spec, "--estimate", "--json").output)
+    found = json.loads(invoke("evaluate", spec, "--out", tmp_path / "runs", "--json").output)
+    spent = found["spent"]
+    assert {key: spent[key] for key in said["calls"]} == said["calls"]
+    assert (said["gradients"], said["queries"]) == (spent["gradients"], spent["queries"])
+    assert found["rates"]["clean"]["one-shot"]["value"] in (0, 0.25, 0.5, 0.75, 1)
+
+
+def test_a_spec_without_attacks_measures_no_robustness(spec, tmp_path):
+    spec.write_text(SPEC.partition("[[attacks]]")[0])
+    found = invoke("evaluate", spec, "--out", tmp_path / "runs").output
+    assert "robust accuracy: not measured: the evaluation has no attack" in found
+    assert "worst case" not in found
+    assert "warning: The evaluation has no attack: robust accuracy was not measured." in found
 
 
 def rows_without_times(folder):
@@ -132,7 +153,7 @@ def test_devices_and_resources(spec, tmp_path, monkeypatch):
         def __init__(self, **options):
             given.append(options)
 
-        def run(self, work, on_step):
+        def run(self, work, units, on_step, keeper):
             return iter(())
 
     monkeypatch.setattr("diffpure.evaluation.engine.Ray", Recording)

@@ -22,7 +22,7 @@ MODES = ("exact", "surrogate", "bpda")  # gradient modes, the best first
 # -------------------------------------------------------------------------------------------------------------- samples
 
 
-def test_draw_seeds_are_recorded_fresh_and_of_the_image_alone():
+def test_sample_seeds_are_recorded_fresh_and_of_the_image_alone():
     first = sample_seeds([7, 8], 3, 4)
     assert len(set(first)) == 8
     assert sample_seeds([8], 3, 4) == first[4:]
@@ -37,12 +37,12 @@ def test_draw_seeds_are_recorded_fresh_and_of_the_image_alone():
 
 @pytest.mark.parametrize("average", ["gradients", "logits"])
 @pytest.mark.parametrize("loss", ["ce", "dlr", "margin"])
-def test_a_look_is_the_mean_over_all_draws_in_any_batching(average, loss):
+def test_an_expectation_is_the_mean_over_all_samples_in_any_batching(average, loss):
     x, y = problem(3)
     model, x = Noisy(sigma=0.3), x.double()
     seen = {
-        rows: expect(model, x, y, LOSSES[loss], EOT(5, average, rows), (1, 2, 3), 0, gradient=True)
-        for rows in (1, 4, 10, 99)
+        per_call: expect(model, x, y, LOSSES[loss], EOT(5, average, per_call), (1, 2, 3), 0, gradient=True)
+        for per_call in (1, 4, 10, 99)
     }
     leaf = x.clone().requires_grad_()
     seeds = sample_seeds((1, 2, 3), 0, 5)
@@ -66,13 +66,13 @@ def test_a_known_noise_is_attacked_to_the_letter():
     assert wrong.sum() >= (model(threat.apply(x, fresh), seeds=seeds).argmax(1) != y).sum()
 
 
-def test_iterates_are_ranked_on_all_their_draws_and_not_on_the_last():
+def test_iterates_are_ranked_on_all_their_samples_and_not_on_the_last():
     x, y = problem(20)
-    model, threat, judges = Noisy(sigma=1.0), Linf(0.02), tuple(range(20))
+    model, threat, fresh_seeds = Noisy(sigma=1.0), Linf(0.02), tuple(range(20))
     means = []
     for samples in (1, 20):
         z = APGD(iterations=15, eot=EOT(samples))(model, x, y, threat, seeds=range(20))
-        seen = expect(model, threat.apply(x, z), y, LOSSES["margin"], EOT(200), judges, 1 << 30)
+        seen = expect(model, threat.apply(x, z), y, LOSSES["margin"], EOT(200), fresh_seeds, 1 << 30)
         means.append(seen.loss.mean())
     assert means[1] > means[0]
 
@@ -85,8 +85,8 @@ def test_the_two_stage_rule_needs_both_means_to_fail():
     one_stage = run.state["inner/rank"] > 0
     assert one_stage[run.misclassified].all()
     assert run.misclassified.sum() < one_stage.sum()  # means of 2 samples fail more often than means of 60
-    judged = expect(model, threat.apply(x, run.z), y, LOSSES["margin"], EOT(400, "logits"), run.seeds, 1 << 30)
-    assert (judged.loss[run.misclassified] > -0.3).all()
+    confirmed = expect(model, threat.apply(x, run.z), y, LOSSES["margin"], EOT(400, "logits"), run.seeds, 1 << 30)
+    assert (confirmed.loss[run.misclassified] > -0.3).all()
 
 
 def test_the_diffusion_alone_is_driven_away_from_its_input():
@@ -110,9 +110,10 @@ def _orders() -> dict[str, list[bool]]:
     x, y = digits.held_out(40)
     threat, eot = L2(1.5), EOT(4)
     white = APGD(iterations=10, eot=eot)
-    out = {mode: attacked(white, digits.defence(mode), x, y, threat, range(40), 16) for mode in MODES}
+    model = digits.defence()
+    out = {mode: attacked(replace(white, gradient=mode), model, x, y, threat, range(40), 16) for mode in MODES}
     out["transfer"] = attacked(
-        Transfer(attack=APGD(iterations=10), eot=eot), digits.defence(), x, y, threat, range(40), 16
+        Transfer(attack=APGD(iterations=10), eot=eot), model, x, y, threat, range(40), 16
     )
     return out
 

@@ -35,7 +35,16 @@ def settle(out: Path, engine: Engine) -> Result:
     y = model(x, seeds=range(COUNT)).argmax(1)
     attacks = [PGD(iterations=5, eot=EOT(4)), APGD(iterations=5, eot=EOT(4))]
     return evaluate(
-        model, x, y, Linf(8 / 255), attacks, rules=["one-shot", "average of 3"], batch=2, rows=8, out=out, engine=engine
+        model,
+        x,
+        y,
+        Linf(8 / 255),
+        attacks,
+        rules=["one-shot", "average of 3"],
+        batch=2,
+        per_call=8,
+        out=out,
+        engine=engine,
     )
 
 
@@ -122,4 +131,4 @@ class Refusing(torch.nn.Module):
 def test_an_error_in_a_worker_is_the_same_sentence(cluster):
     x, y = images(4), torch.zeros(4).long()
     with pytest.raises(InputError, match="NaN or infinite; finite logits are accepted"):
-        evaluate(Refusing(), x, y, Linf(0.1), rules=["one-shot"], batch=4, rows=4, engine=cluster)
+        evaluate(Refusing(), x, y, Linf(0.1), rules=["one-shot"], batch=4, per_call=4, engine=cluster)

@@ -6,6 +6,8 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from diffpure.errors import InputError
 from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import CLEAN, MINIMUM, WORST, Rate, Row, Rule, ordered, read_rows
+from diffpure.evaluation.rows import CLEAN, FORMAT, MINIMUM, WORST, Rate, Row, Rule, ordered, read_rows
 
 
 def row(image: int, attack: str, predictions: list[int], *, seed: int = 0, label: int = 0, **more: object) -> Row:
@@ -21,11 +23,19 @@ def row(image: int, attack: str, predictions: list[int], *, seed: int = 0, label
 
 
 def result(rows: list[Row], rules: tuple[str, ...] = ("one-shot",), **header: object) -> Result:
-    about = {"title": "a model", "gradient": "exact", "approximate": False}
-    attacks = sorted({r.attack for r in rows} - {CLEAN})
-    whole = {"rules": list(rules), "attacks": dict.fromkeys(attacks, ""), "model": about, "threat": "Linf(eps=8/255)",
-             "seeds": sorted({r.seed for r in rows}), "images": sorted({r.image for r in rows}), **header}  # fmt: skip
+    whole = header_of(rows, rules, **header)
     return Result(whole, ordered(rows, whole))
+
+
+def header_of(rows: list[Row], rules: tuple[str, ...] = ("one-shot",), **changes: object) -> dict[str, Any]:
+    """A whole header for these rows."""
+    model = {"title": "a model", "gradient": "exact", "approximate": False, "stochastic": False, "parts": {}}
+    attacks = {r.attack: {"title": "An attack", "gradient": "exact", "approximate": False} for r in rows}
+    return {
+        "format": FORMAT, "rules": list(rules), "attacks": {k: attacks[k] for k in sorted(attacks.keys() - {CLEAN})},
+        "model": model, "threat": "Linf(eps=8/255)", "data": "0" * 64, "batch": 2, "per_call": 8, "threads": 1,
+        "seeds": sorted({r.seed for r in rows}), "indices": sorted({r.image for r in rows}), **changes,
+    }  # fmt: skip
 
 
 # Newcombe (1998), Statistics in Medicine 17, table I: Wilson's score interval without continuity correction.
@@ -63,7 +73,7 @@ def test_a_rate_is_of_something():
         ("majority of 4", [0, 0, 1, 1], {}, False),  # a tie is no majority
         ("majority of 5", [0, 0, 1, 2, 3], {}, True),  # of all classes, not of all samples
         ("majority of 3", [1, 2, 3], {}, False),
-        ("worst of 10", [0], {}, True),  # a model that is not random has one draw
+        ("worst of 10", [0], {}, True),  # a model that is not random has one sample
     ],
 )
 def test_rules(rule, predictions, averages, right):
@@ -128,9 +138,29 @@ def test_an_unknown_attack_names_the_nearest():
         result([row(0, CLEAN, [0]), row(0, "pgd-ce", [0])]).rate("pgd")
 
 
-def test_an_approximate_gradient_says_so():
-    about = {"title": "a model", "gradient": "adjoint", "approximate": True}
-    assert "adjoint (APPROXIMATE" in str(result([row(0, CLEAN, [0])], model=about))
+def test_an_attack_is_titled_with_its_gradient_and_an_approximate_one_says_so():
+    rows = [row(0, name, [0]) for name in (CLEAN, "pgd-ce@adjoint", "square")]
+    about = {
+        "pgd-ce@adjoint": {"title": "PGD-20, EOT 8", "gradient": "adjoint", "approximate": True},
+        "square": {"title": "Square, 10 queries", "gradient": "", "approximate": False},
+    }
+    found = result(rows, attacks=about)
+    assert found.title("pgd-ce@adjoint") == "PGD-20, EOT 8, adjoint gradient (approximate)"
+    assert found.title("square") == "Square, 10 queries"  # a black-box attack has no gradient
+    assert found.title(CLEAN) == "no attack"
+    assert "PGD-20, EOT 8, adjoint gradient (approximate)" in str(found)
+
+
+def test_without_an_attack_there_is_no_robust_accuracy():
+    found = result([row(0, CLEAN, [0]), row(1, CLEAN, [1])])
+    for question in (found.robust, found.minimum, lambda: found.rate(WORST)):
+        with pytest.raises(InputError, match=r"^The robust accuracy was not measured: the evaluation has no attack\.$"):
+            question()
+    assert found.lines == (CLEAN,)
+    assert WORST not in found.summary()["rates"]
+    for text in (str(found), found._repr_html_()):
+        assert "robust accuracy: not measured" in text
+        assert "worst case" not in text
 
 
 def test_a_row_survives_its_line():
@@ -167,6 +197,95 @@ def test_a_missing_file_and_a_foreign_one(tmp_path):
     (tmp_path / "rows.jsonl").write_text("{}\n")
     with pytest.raises(InputError, match="does not begin with the header"):
         read_rows(tmp_path)
+
+
+def write(path: Path, header: object, rows: list[Row]) -> Path:
+    path.mkdir(exist_ok=True)
+    lines = [json.dumps({"header": header}), *(r.line() for r in rows)]
+    (path / "rows.jsonl").write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+ROWS = [row(0, CLEAN, [0]), row(1, CLEAN, [1]), row(0, "a", [0]), row(1, "a", [1])]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"batch": 0},
+        {"batch": True},
+        {"per_call": 0},
+        {"per_call": None},
+        {"threads": -1},
+        {"threads": "2"},
+        {"seeds": []},
+        {"seeds": [0, 0]},
+        {"seeds": [0.5]},
+        {"indices": "0-1"},
+        {"rules": []},
+        {"rules": "one-shot"},
+        {"rules": ["best of 3"]},
+        {"rules": [7]},
+        {"attacks": ["a"]},
+        {"attacks": {"a": "pgd"}},
+        {"attacks": {"a": {"title": "PGD"}}},
+        {"model": None},
+        {"model": {"title": "a model"}},
+        {"model": {"title": "a model", "gradient": "exact", "approximate": False, "parts": [1]}},
+        {"machine": "here"},
+        {"threat": 8},
+        {"data": None},
+        {"format": 1},
+        {"format": None},
+    ],
+    ids=str,
+)
+def test_a_damaged_header_is_one_sentence(tmp_path, change):
+    folder = write(tmp_path / "r", {**header_of(ROWS), **change}, ROWS)
+    with pytest.raises(InputError) as caught:
+        str(Result.load(folder))
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith(".")
+
+
+@pytest.mark.parametrize("header", [None, 5, "header", [], {}, [1]], ids=str)
+def test_a_header_that_is_none_is_one_sentence(tmp_path, header):
+    with pytest.raises(InputError, match=r"format|header"):
+        Result.load(write(tmp_path / "r", header, ROWS))
+
+
+@pytest.mark.parametrize("line", ["null", "[]", "7", "{}", '{"seed": 0}', "{", '"row"', "\x00", ""], ids=repr)
+def test_a_line_that_is_no_row_is_one_sentence(tmp_path, line):
+    folder = write(tmp_path / "r", header_of(ROWS), ROWS)
+    with (folder / "rows.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(InputError, match=r"no row|no JSON") as caught:
+        Result.load(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (row(0, "a", [1]), "a second row: image 0, attack a, seed 0"),
+        (row(7, "a", [1]), "a row that is no part of this run: image 7"),
+        (row(0, "b", [1]), "a row that is no part of this run: image 0, attack b"),
+        (row(0, "a", [1], seed=3), "a row that is no part of this run: image 0, attack a, seed 3"),
+    ],
+)
+def test_a_foreign_or_second_row_is_one_sentence(tmp_path, more, message):
+    folder = write(tmp_path / "r", header_of(ROWS), [*ROWS, more])
+    with pytest.raises(InputError, match=message):
+        Result.load(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", '{"warnings": 5}'])
+def test_a_damaged_summary_is_one_sentence(tmp_path, text):
+    folder = write(tmp_path / "r", header_of(ROWS), ROWS)
+    (folder / "summary.json").write_text(text)
+    with pytest.raises(InputError, match=r"summary.json is damaged; delete it and evaluate again") as caught:
+        Result.load(folder)
+    assert "\n" not in str(caught.value)
 
 
 def test_no_torch_is_needed():

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
+import shutil
 import signal
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from diffpure.attacks import PGD, AttackRun
 from diffpure.errors import InputError
-from diffpure.evaluation.engine import Local, Step, Work
-from diffpure.evaluation.evaluate import Tick, _ticker, evaluate, prepare
+from diffpure.evaluation.engine import Keeper, Local, Step
+from diffpure.evaluation.evaluate import Tick, _effort, _ticker, evaluate, run
 from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import CLEAN, read_rows
+from diffpure.evaluation.rows import CLEAN, Row, _checksum, read_rows
+from diffpure.evaluation.setup import Evaluation
 from diffpure.evaluation.store import Store
-from diffpure.evaluation.units import Done
+from diffpure.evaluation.units import Done, Unit
+from diffpure.purifiers.blur import Blur
+from diffpure.purify import Defense
 from diffpure.threats import Linf
-from evaluations import BATCH, COUNT, RULES, THREAT, Linear, attacks, defense, line_up, problem, settle, timeless
+from evaluations import BATCH, COUNT, RULES, THREAT, Linear, attacks, defense, line_up, problem, ready, settle, timeless
 
 # -------------------------------------------------------------------------------------------------------------- kills
 
@@ -91,21 +99,21 @@ def test_an_interrupted_attack_goes_on_from_its_step(tmp_path, reference):
     assert not (tmp_path / "r" / "state.safetensors").exists()
 
 
-def test_a_run_goes_on_with_its_own_threads_and_rows(tmp_path):
-    """Threads and rows decide how sums round: the second process may have others, and must not use them."""
+def test_a_run_goes_on_with_its_own_threads_and_images_per_call(tmp_path):
+    """Threads and images per call decide how sums round: the second process may have others, and must not use them."""
 
     class Recording:
         device = None
 
-        def run(self, work: Work, on_step: Step) -> Iterator[Done]:
-            seen.append((torch.get_num_threads(), work.job.rows))
+        def run(self, work: Evaluation, units: Sequence[Unit], on_step: Step, keeper: Keeper | None) -> Iterator[Done]:
+            seen.append((torch.get_num_threads(), work.job.per_call))
             return iter(())
 
     seen: list[tuple[int, int]] = []
     before = torch.get_num_threads()
-    for count, rows in ((before, 8), (before + 1, 3)):
+    for count, per_call in ((before, 8), (before + 1, 3)):
         torch.set_num_threads(count)
-        assert not settle(tmp_path / "r", rows=rows, engine=Recording()).complete
+        assert not settle(tmp_path / "r", per_call=per_call, engine=Recording()).complete
         assert torch.get_num_threads() == count
     torch.set_num_threads(before)
     assert seen == [(before, 8), (before, 8)]
@@ -114,10 +122,10 @@ def test_a_run_goes_on_with_its_own_threads_and_rows(tmp_path):
 # -------------------------------------------------------------------------------------------------------------- plans
 
 
-@pytest.mark.parametrize(("batch", "rows"), [(1, 1), (32, 64)])
-def test_other_plans_draw_the_same_noise(reference, batch, rows):
+@pytest.mark.parametrize(("batch", "per_call"), [(1, 1), (32, 64)])
+def test_other_plans_draw_the_same_noise(reference, batch, per_call):
     """Purified predictions agree for every image; what an attack finds may differ by rounding, and here does not."""
-    found = settle(batch=batch, rows=rows)
+    found = settle(batch=batch, per_call=per_call)
     assert timeless([r for r in found.rows if r.attack == CLEAN]) == timeless(
         [r for r in reference.rows if r.attack == CLEAN]
     )
@@ -127,7 +135,7 @@ def test_other_plans_draw_the_same_noise(reference, batch, rows):
 
 def test_a_subset_of_the_images_has_the_same_rows(reference):
     x, y = problem()
-    found = evaluate(defense(), x[2:4], y[2:4], THREAT, attacks(), rules=RULES, indices=[2, 3], batch=BATCH, rows=8)
+    found = evaluate(defense(), x[2:4], y[2:4], THREAT, attacks(), rules=RULES, indices=[2, 3], batch=BATCH, per_call=8)
     assert timeless(found.rows) == timeless([row for row in reference.rows if row.image in (2, 3)])
 
 
@@ -144,16 +152,16 @@ def test_progress_ends_at_one(tmp_path):
 
 
 def test_the_time_that_is_left_follows_the_pace(monkeypatch):
-    """A machine on which every unit takes 1000 s, whatever the calibration says."""
+    """A machine on which every unit takes 1000 s, whatever it costs in calls."""
     ticks: list[Tick] = []
-    ready = prepare(defense(), *problem(), THREAT, attacks()[:1], rules=RULES, batch=1, rows=8)
+    work = ready(tried=attacks()[:1], batch=1)
     clock = iter(range(0, 10**6, 1000))
     monkeypatch.setattr("diffpure.evaluation.evaluate.time.perf_counter", lambda: next(clock))
-    tick = _ticker(ready, ticks.append, [])
-    for unit in ready.units:
+    tick = _ticker(work, work.units, ticks.append, [])
+    for unit in work.units:
         tick(unit, 1, 1)
-    assert ticks[0].left == pytest.approx((1 - ticks[0].share) * ready.estimate.seconds)
-    clean, attacked = ready.seconds(ready.units[0]), ready.seconds(ready.units[1])
+    assert ticks[0].left is None  # one point has no pace
+    clean, attacked = (_effort(work, unit, work.images[:1]) for unit in work.units[:2])
     for done, now in list(enumerate(ticks))[2::2]:  # after as many attacked units as clean ones since the first
         pairs = done // 2
         assert now.left == pytest.approx(1000 * done / pairs * (COUNT - pairs - clean / (clean + attacked)))
@@ -162,7 +170,8 @@ def test_the_time_that_is_left_follows_the_pace(monkeypatch):
 
 def test_a_part_of_a_run_ticks_to_its_own_end_and_the_rest_follows(tmp_path, reference):
     ticks: list[Tick] = []
-    first = settle(tmp_path / "r", only=lambda unit: unit.attack == "pgd-ce" and unit.start < 2, progress=ticks.append)
+    only = lambda unit: unit.attack == "pgd-ce" and unit.start < 2  # noqa: E731
+    first = run(ready(), tmp_path / "r", progress=ticks.append, only=only)
     assert [row.key for row in first.rows] == [(0, 0, "pgd-ce"), (0, 1, "pgd-ce")]
     assert not first.complete
     assert ticks[-1].share == 1
@@ -171,6 +180,72 @@ def test_a_part_of_a_run_ticks_to_its_own_end_and_the_rest_follows(tmp_path, ref
 
 
 # ------------------------------------------------------------------------------------------------- folders, bad disks
+
+
+def test_a_damaged_state_is_begun_again(tmp_path, reference):
+    """Whatever is left of an attack under way: nothing, noise, another file, a state that has lost its tensors."""
+
+    def interrupt(tick: Tick) -> None:
+        if tick.attack != CLEAN and tick.step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        settle(tmp_path / "r", progress=interrupt)
+    state = tmp_path / "r" / "state.safetensors"
+    whole, tensors = state.read_bytes(), load_file(state)
+    with safe_open(state, "pt") as file:
+        about = file.metadata()
+    few = {"at": tensors["at"]}
+    small = {**tensors, "rank": tensors["rank"][:1]}
+    other = {**tensors, "at": torch.tensor([7, 9])}
+    texts = [b"", b"noise", whole[:100], whole[:-1], *(save(kept, about) for kept in (few, small, other))]
+    for i, text in enumerate(texts):
+        copy = shutil.copytree(tmp_path / "r", tmp_path / f"copy-{i}")
+        (copy / "state.safetensors").write_bytes(text)
+        assert timeless(settle(copy).rows) == timeless(reference.rows)
+
+
+def test_a_damaged_summary_and_rows_that_are_foreign_or_double_are_one_sentence(tmp_path):
+    settle(tmp_path / "r")
+    rows, summary = tmp_path / "r" / "rows.jsonl", tmp_path / "r" / "summary.json"
+    whole, lines = summary.read_bytes(), rows.read_text().splitlines(keepends=True)
+    summary.write_text("{")
+    with pytest.raises(InputError, match=r"summary.json is damaged; delete it and evaluate again to write it anew"):
+        settle(tmp_path / "r")
+    summary.unlink()
+    settle(tmp_path / "r")
+    assert summary.read_bytes() == whole
+    foreign = json.loads(lines[-1]) | {"image": 99}
+    sealed = Row.of({**foreign, "sum": _checksum({k: v for k, v in foreign.items() if k not in ("seconds", "sum")})})
+    for more, message in ((lines[1], "a second row: image 0, attack clean"), (sealed.line() + "\n", "image 99")):
+        rows.write_text("".join([*lines, more]))
+        with pytest.raises(InputError, match=message) as caught:
+            settle(tmp_path / "r")
+        assert "\n" not in str(caught.value)
+
+
+def test_functions_that_differ_only_in_what_they_close_over_are_told_apart(tmp_path):
+    x, y = problem()
+    w = torch.linspace(-1, 1, 5 * x[0].numel()).reshape(-1, 5)
+
+    def classifier(w: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda z: z.flatten(1) @ w
+
+    def run(model: Any) -> Result:
+        return evaluate(model, x, y, THREAT, [PGD(iterations=1)], rules=["one-shot"], out=tmp_path / "r")
+
+    found = run(classifier(w))
+    assert timeless(run(classifier(w.clone())).rows) == timeless(found.rows)  # the same function goes on
+    with pytest.raises(InputError, match=r"holds another evaluation \(with other model\)"):
+        run(classifier(-w))
+    with pytest.raises(InputError, match=r"holds another evaluation \(with other model\)"):
+        run(Defense(Blur(), classifier(w)))
+    secret = threading.Lock()
+    unknown = lambda z: z.flatten(1) @ w if secret else z  # noqa: E731
+    with pytest.raises(InputError, match=r"of the model cannot be told from another one.*leave `out` away"):
+        evaluate(unknown, x, y, THREAT, rules=["one-shot"], out=tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    assert evaluate(unknown, x, y, THREAT, (), rules=["one-shot"]).complete
 
 
 def test_the_folder_of_another_run(tmp_path):
@@ -187,7 +262,7 @@ def test_the_folder_of_another_run(tmp_path):
 
 
 def test_two_processes_do_not_share_a_folder(tmp_path):
-    header = prepare(defense(), *problem(), THREAT, rules=RULES).header
+    header = ready().header
     with Store.open(tmp_path / "r", header), pytest.raises(InputError, match="Another process is writing"):
         Store.open(tmp_path / "r", header)
     Store.open(tmp_path / "r", header).close()
@@ -269,13 +344,13 @@ def test_logits_that_become_nan_are_one_sentence_and_keep_the_rows(tmp_path):
     model = Overflowing()
     x, y = line_up(model, [0.01, 0.02, 0.3])
 
-    def run(model: Linear) -> Result:
+    def found(model: Linear) -> Result:
         return evaluate(model, x, y, Linf(0.05), [PGD(iterations=2)], batch=2, out=tmp_path / "r")
 
-    with pytest.raises(InputError, match=r"^The model returned logits that are NaN or infinite;[^.]*\.$"):
-        run(model)
+    with pytest.raises(InputError, match=r"^The classifier returned logits that are NaN or infinite;[^.]*\.$"):
+        found(model)
     _, rows = read_rows(tmp_path / "r")
     assert {row.key for row in rows} == {(0, image, name) for image in (0, 1) for name in ("clean", "pgd-ce")}
-    model.ceiling = 1.0  # mended
-    assert timeless(run(model).rows[:2]) == timeless(rows[:2])
-    assert run(model).complete
+    Overflowing.ceiling = 1.0  # mended
+    assert timeless(found(model).rows[:2]) == timeless(rows[:2])
+    assert found(model).complete

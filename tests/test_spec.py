@@ -2,41 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from inspect import isabstract
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-import diffpure.adapters
 import diffpure.attacks
-from diffpure.attacks import EOT, PGD, Attack, Suite
+from diffpure.attacks import ATTACKS, BPDA_EOT, EOT, PGD, PGD_LEE_KIM, Attack, Suite, attacks_of
+from diffpure.data.sources import load as load_data
+from diffpure.diffusion.gradients import Adjoint, Exact, Surrogate
 from diffpure.errors import InputError
 from diffpure.evaluation.results import Result
-from diffpure.experiments.load import estimate_run, load_images, run, run_folder, shipped_specs, verify_run
-from diffpure.experiments.spec import ATTACKS, EvaluationSpec, attacks_of
+from diffpure.experiments.load import run_folder, run_spec, shipped_specs, verify_run
+from diffpure.experiments.spec import EvaluationSpec
 from diffpure.threats import Linf
-from evaluations import problem, spec_of, tiny_world
+from evaluations import TINY, problem, spec_of
 
 
 @pytest.mark.parametrize("name", sorted(shipped_specs()))
 def test_every_shipped_spec_runs_and_verifies(name, tmp_path):
     spec = EvaluationSpec.read(shipped_specs()[name]).tiny()
-    said = estimate_run(spec, build=tiny_world)
-    found = run(spec, run_folder(spec, tmp_path), build=tiny_world)
+    said = TINY.evaluation(spec).estimate()
+    folder = run_folder(spec, tmp_path)
+    found = run_spec(spec, folder, TINY)
     assert found.complete
-    assert said.images == len(spec.data.images)
-    assert Result.load(tmp_path / spec.hash).rows == found.rows
-    checked = verify_run(tmp_path / spec.hash, build=tiny_world)
+    assert said.images == len(found.indices) == 2
+    assert folder.name.endswith(f"-{spec.hash}")
+    assert Result.load(folder).rows == found.rows
+    checked = verify_run(folder, TINY)
     assert checked.passed, str(checked)
+    assert run_folder(replace(spec, name="Another name"), tmp_path) == folder  # the hash names the run
 
 
 def test_a_spec_survives_its_plain_form():
     for path in shipped_specs().values():
         spec = EvaluationSpec.read(path)
-        assert EvaluationSpec.of(spec.plain()) == spec
+        assert EvaluationSpec.of(spec.plain()) == replace(spec, name="")
         assert EvaluationSpec.of(spec.plain()).hash == spec.hash
         assert replace(spec, name="another").hash == spec.hash
         assert replace(spec, seeds=(7,)).hash != spec.hash
@@ -46,11 +49,27 @@ def test_what_people_write():
     spec = spec_of(
         data={"images": "0-3, 9"}, threat={"eps": "8/255"}, attacks=[{"kind": "pgd", "eot": 5, "step_size": "2/255"}]
     )
-    assert spec.data.images == (0, 1, 2, 3, 9)
-    assert spec.threat.make() == Linf(8 / 255)
+    assert spec.data.images == "0-3, 9"
+    assert spec.threat == Linf(8 / 255)
     assert spec.make_attacks() == {"pgd-ce": PGD(eot=EOT(5), step_size=2 / 255)}
     two = spec_of(attacks=[{"kind": "pgd"}, {"kind": "pgd", "iterations": 7}])
     assert list(two.make_attacks()) == ["pgd-ce", "pgd-ce-2"]
+    short = spec_of(data={"images": [0, 1, 2, 3, 9]}, threat="linf 8/255", attacks="pgd", rules="one-shot", seeds=3)
+    assert (short.data, short.threat, short.seeds, short.rules) == (spec.data, spec.threat, (3,), ("one-shot",))
+    assert short.attacks == ({"kind": "pgd"},)
+
+
+def test_an_attack_names_its_gradient():
+    tables = ["bpda", {"kind": "adjoint", "times": "end"}, {"kind": "surrogate", "steps": 3}, {"kind": "exact"}]
+    found = spec_of(attacks=[{"kind": "pgd", "gradient": gradient} for gradient in tables]).make_attacks()
+    assert list(found) == ["pgd-ce@bpda", "pgd-ce@adjoint", "pgd-ce@surrogate", "pgd-ce@exact"]
+    assert [a.gradient for a in found.values()][1:] == [Adjoint("end"), Surrogate(3), Exact()]
+    presets = spec_of(
+        model={"classifier": "x", "score": "y"}, attacks=[{"kind": kind} for kind in ("bpda-eot", "pgd-lee-kim")]
+    )
+    assert presets.make_attacks() == {"bpda-eot@bpda": BPDA_EOT, "pgd-lee-kim@surrogate": PGD_LEE_KIM}
+    other = attacks_of({"kind": "bpda-eot", "gradient": "exact"})[0]
+    assert other.name == "bpda-eot@exact"  # what the label promises is what was asked for: the name says what it does
 
 
 def test_a_preset_takes_arguments_for_all_its_attacks():
@@ -63,23 +82,11 @@ def test_a_preset_takes_arguments_for_all_its_attacks():
         assert attacks_of({"kind": kind}) == ATTACKS[kind]
 
 
-def parts_of(value: object) -> Iterator[Attack]:
-    """The attacks in a value: itself, and those it is made of."""
-    if isinstance(value, tuple):
-        for item in value:
-            yield from parts_of(item)
-    elif isinstance(value, Attack):
-        yield value
-        for field in fields(value):
-            yield from parts_of(getattr(value, field.name))
-
-
 def test_a_spec_can_name_every_attack():
-    """Every kind and every preset that `diffpure.attacks` and `diffpure.adapters` export."""
+    """Every kind and every preset that `diffpure.attacks` exports."""
     named = {value for preset in ATTACKS.values() for value in (preset, *preset)}
-    kinds = {type(attack) for preset in ATTACKS.values() for attack in parts_of(preset)}
-    names = [*(vars(package).values() for package in (diffpure.attacks, diffpure.adapters))]
-    exported = [value for values in names for value in values]
+    kinds = {type(part) for preset in ATTACKS.values() for attack in preset for part in attack.walk()}
+    exported = list(vars(diffpure.attacks).values())
     assert {v for v in exported if isinstance(v, type) and issubclass(v, Attack) and not isabstract(v)} == kinds
     for preset in exported:
         if isinstance(preset, Attack) or (isinstance(preset, tuple) and preset and isinstance(preset[0], Attack)):
@@ -93,21 +100,24 @@ def test_a_spec_can_name_every_attack():
     [
         ({"atacks": []}, "Unknown key of a spec 'atacks'; did you mean 'attacks'"),
         ({"model": {"clasifier": "x"}}, r"Unknown key of \[model\] 'clasifier'; did you mean 'classifier'"),
-        ({"model": {}}, "incomplete"),
+        ({"model": {}}, r"The key 'classifier' is missing in \[model\]"),
         ({"model": {"classifier": "x", "gradient": "exakt"}}, "did you mean 'exact'"),
         ({"model": {"classifier": "x", "sampler": {"kind": "sde", "tstar": 1}}}, "did you mean 't_star'"),
         ({"model": {"classifier": "x", "sampler": {"kind": "sdee"}}}, "did you mean 'sde'"),
-        ({"model": {"classifier": "x", "sampler": {"t_star": 2.0}}}, "t\\* is a time"),
+        ({"model": {"classifier": "x", "sampler": {"kind": "sde", "t_star": 2.0}}}, "t\\* is a time"),
+        ({"model": {"classifier": "x", "sampler": {"t_star": 0.1}}}, "A sampler is a table with a kind"),
         ({"attacks": [{"kind": "pdg"}]}, "did you mean 'pgd'"),
         ({"attacks": [{"kind": "pgd", "iteration": 3}]}, "did you mean 'iterations'"),
         ({"attacks": [{"kind": "pgd", "eot": {"sample": 3}}]}, "did you mean 'samples'"),
         ({"attacks": [{"kind": "pgd", "loss": "xe"}]}, "Unknown loss"),
-        ({"attacks": {"kind": "pgd"}}, "is a list"),
+        ({"attacks": [{"kind": "pgd", "gradient": "bdpa"}]}, "did you mean 'bpda'"),
+        ({"attacks": [{"kind": "pgd", "gradient": {"kind": "surrogate", "step": 5}}]}, "did you mean 'steps'"),
+        ({"attacks": [{"kind": "pgd", "part": "classifier"}]}, "Unknown argument of the attack 'pgd' 'part'"),
+        ({"attacks": 5}, "is a list, got 5"),
         ({"threat": {"kind": "linf", "eps": -1}}, "eps > 0"),
         ({"threat": {"kind": "l8"}}, "Unknown threat"),
         ({"data": {"images": "0-"}}, "ranges such as"),
-        ({"data": {"images": [1, 1]}}, "twice"),
-        ({"attacks": [{"kind": "diffattack"}]}, "needs a score"),
+        ({"attacks": [{"kind": "diffattack"}]}, "needs a score or purifier"),
         ({"rules": ["worst"]}, "decision rule"),
         ({"batch": 0}, "batch of at least 1"),
     ],
@@ -125,14 +135,15 @@ def test_a_spec_that_names_what_is_not_there(tmp_path):
     with pytest.raises(InputError, match="no TOML file"):
         EvaluationSpec.read(tmp_path / "bad.toml")
     for changes, message in (
-        ({"model": {"classifier": str(tmp_path / "none.pt")}}, "which is not there"),
+        ({"model": {"classifier": str(tmp_path / "none.pt")}}, "none.pt"),
         ({"data": {"source": "cifar11"}}, "Unknown source of images"),
         ({"data": {"images": [500]}}, "has 500 images"),
-        ({"data": {"source": "file", "path": "none.safetensors"}}, "none.safetensors is none"),
+        ({"data": {"images": [1, 1]}}, "names image 1 twice"),
+        ({"data": {"source": "file", "path": str(tmp_path / "none.safetensors")}}, "none.safetensors"),
         ({"data": {"source": "cifar10", "path": str(tmp_path)}}, "No CIFAR-10"),
     ):
         with pytest.raises(InputError, match=message):
-            run(spec_of(**changes), tmp_path / "r")
+            run_spec(spec_of(**changes), tmp_path / "r")
         assert not (tmp_path / "r").exists()
 
 
@@ -140,6 +151,7 @@ def test_images_from_a_file(tmp_path):
     x, y = problem()
     save_file({"images": x, "labels": y}, tmp_path / "mine.safetensors")
     spec = spec_of(data={"source": "file", "path": str(tmp_path / "mine.safetensors"), "images": [2, 0]})
-    found, labels = load_images(spec.data)
-    assert torch.equal(found, x[[2, 0]])
-    assert torch.equal(labels, y[[2, 0]])
+    found = load_data(spec.data)
+    assert torch.equal(found.images, x[[2, 0]])
+    assert torch.equal(found.labels, y[[2, 0]])
+    assert found.indices == (2, 0)

@@ -1,8 +1,9 @@
 """What an evaluation will spend, exactly, and how long that takes on this machine.
 
 The account follows from the attacks (evaluations per image) and from the purifier's path (network calls per
-evaluation, for each gradient mode); it equals what a run counts, but for attacks that stop early. The time is the
-account times the seconds of one call, measured forward and with a gradient, in calls as large as the run will make.
+evaluation, for each gradient mode); it equals what a run counts, but for attacks that stop early and for `exact` with
+a budget of memory, which fits fewer graphs where a call holds more images. The time is the account times the seconds of
+one call, measured forward and with a gradient, in calls as large as the run will make.
 """
 
 from __future__ import annotations

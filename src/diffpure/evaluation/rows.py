@@ -249,9 +249,12 @@ def _checked(header: Any, path: Path) -> dict[str, Any]:
         fits = {"numbers": whole, "count": type(value) is int and value > 0, "table": isinstance(value, dict)}
         if not fits.get(kind, isinstance(value, str)):
             raise InputError(f"The header of {path} is damaged: its {key!r} is {value!r}.")
-    for about in header["attacks"].values():
+    for name, about in {"the model": header["model"], **header["attacks"]}.items():
         if not isinstance(about, dict) or not {"title", "gradient", "approximate"} <= about.keys():
-            raise InputError(f"The header of {path} is damaged: it says {about!r} of an attack.")
+            raise InputError(f"The header of {path} is damaged: it says {about!r} of {name}.")
+    for key, table in (("parts", header["model"].get("parts")), ("machine", header.get("machine", {}))):
+        if not isinstance(table, dict):
+            raise InputError(f"The header of {path} is damaged: its {key!r} is {table!r}.")
     if not isinstance(header.get("rules"), list) or not header["rules"]:
         raise InputError(f"The header of {path} is damaged: its 'rules' are {header.get('rules')!r}.")
     for rule in header["rules"]:

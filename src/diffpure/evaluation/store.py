@@ -29,6 +29,7 @@ from diffpure.errors import InputError
 from diffpure.evaluation.rows import ROWS, SUMMARY, Row, read_rows
 from diffpure.evaluation.setup import IDENTITY
 from diffpure.evaluation.units import Unit
+from diffpure.models.checkpoints import digest
 
 IMAGES: Final = "adversarial"
 STATE: Final = "state.safetensors"
@@ -101,16 +102,18 @@ class Store:
 
     def save_run(self, unit: Unit, run: AttackRun) -> None:
         """Keep an attack under way."""
-        self.save_tensors(STATE, run.tensors(), {"unit": repr(unit)})
+        tensors = run.tensors()
+        self.save_tensors(STATE, tensors, {"unit": repr(unit), "sum": _sum(tensors)})
 
     def saved_run(self, unit: Unit) -> AttackRun | None:
         """The attack that was under way in a unit, if it was kept; what is damaged is begun again."""
         path = self.folder / STATE
         try:
             with safe_open(path, "pt") as file:
-                ours = (file.metadata() or {}).get("unit") == repr(unit)
-            return AttackRun.of(load_file(path)) if ours else None
-        except (OSError, SafetensorError, KeyError, ValueError):
+                about = file.metadata() or {}
+            tensors = load_file(path)
+            return AttackRun.of(tensors) if about == {"unit": repr(unit), "sum": _sum(tensors)} else None
+        except (OSError, SafetensorError, ValueError):
             return None
 
     def forget_run(self) -> None:
@@ -135,7 +138,12 @@ class Store:
 
 def _device(header: Mapping[str, Any]) -> str:
     """What kind of device a run computes on: another kind rounds differently."""
-    return str(header["machine"]["device"]).partition(":")[0]
+    return str(header.get("machine", {}).get("device")).partition(":")[0]
+
+
+def _sum(tensors: Mapping[str, Tensor]) -> str:
+    """A checksum of named tensors, whatever their order."""
+    return digest(*(tensors[name] for name in sorted(tensors)))
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -85,8 +85,9 @@ class Loader:
         kind = str(arguments.pop("kind", ""))
         if not is_code(kind):
             return make_purifier(kind, {"gradient": spec.gradient, "rounds": spec.rounds, **arguments})
-        made = as_purifier(load_object(kind, arguments, self.allow_code, self.base))
-        return made.with_gradient(spec.gradient)
+        made = as_purifier(load_object(kind, arguments, self.allow_code, self.base)).with_gradient(spec.gradient)
+        made.rounds = spec.rounds
+        return made
 
     def _arguments(self, reference: Any) -> dict[str, Any]:
         assert isinstance(reference, Reference)

@@ -122,7 +122,7 @@ class EvaluationSpec:
     model: ModelSpec
     data: DataSpec = field(default_factory=DataSpec)
     threat: ThreatModel = field(default_factory=lambda: Linf(8 / 255))
-    attacks: tuple[Table, ...] = ()
+    attacks: tuple[str | Table, ...] = ()
     rules: tuple[str, ...] = tuple(map(str, DEFAULT_RULES))
     seeds: tuple[int, ...] = (0,)
     batch: int = 16
@@ -134,6 +134,8 @@ class EvaluationSpec:
         object.__setattr__(self, "attacks", tuple(map(_without_defaults, self.attacks)))
         if not self.rules or not self.seeds or self.batch < 1 or self.probe < 0:
             raise InputError("A spec needs one rule, one seed and a batch of at least 1, and a probe of 0 or more.")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise InputError(f"Each of the seeds of a spec is given once, got {list(self.seeds)}.")
         for name, attack in self.make_attacks().items():
             if hasattr(attack, "part") and not self.model.defended:
                 raise InputError(
@@ -231,7 +233,7 @@ def _without_defaults(table: Any) -> Table:
     return {k: v for k, v in table.items() if k == "kind" or attacks_of({"kind": table["kind"], k: v}) != plain}
 
 
-def _tiny(table: Table) -> dict[str, Any]:
+def _tiny(table: Any) -> dict[str, Any]:
     sizes = {"iterations": 2, "restarts": 1, "targets": 1, "queries": 4, "eot": 2, "defence_samples": 3}
     known = {key for attack in attacks_of(table) for part in attack.walk() for key in own_keys(part)}
     return {**table, **{key: value for key, value in sizes.items() if key in known}}
