@@ -259,7 +259,7 @@ def test_the_plain_form_of_every_shipped_spec_says_only_what_was_written():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attacks": [{"kind": "pgd", "iterations": 2.5}]}, "'iterations', argument of the attack 'pgd-ce', is a whole number"),
+        ({"attacks": [{"kind": "pgd", "iterations": 2.5}]}, "argument of the attack 'pgd-ce', is a whole number"),
         ({"attacks": [{"kind": "pgd", "iterations": "20"}]}, "is a whole number, got '20'"),
         ({"attacks": [{"kind": "pgd", "iterations": True}]}, "is a whole number, got True"),
         ({"attacks": [{"kind": "pgd", "step_size": "big"}]}, "is a number, got 'big'"),

@@ -112,9 +112,7 @@ def _orders() -> dict[str, list[bool]]:
     white = APGD(iterations=10, eot=eot)
     model = digits.defence()
     out = {mode: attacked(replace(white, gradient=mode), model, x, y, threat, range(40), 16) for mode in MODES}
-    out["transfer"] = attacked(
-        Transfer(attack=APGD(iterations=10), eot=eot), model, x, y, threat, range(40), 16
-    )
+    out["transfer"] = attacked(Transfer(attack=APGD(iterations=10), eot=eot), model, x, y, threat, range(40), 16)
     return out
 
 
