@@ -24,6 +24,7 @@ from diffpure.attacks.base import Attack, SampledAttack
 from diffpure.attacks.expectation import EOT, expect
 from diffpure.attacks.losses import MARGIN, Model, call, margin
 from diffpure.audit import audit_gradient
+from diffpure.errors import InputError
 from diffpure.noise import Noise
 from diffpure.threats import ThreatModel
 
@@ -52,14 +53,6 @@ def bad_gradients(zero: int, nonfinite: int, gradients: int) -> str | None:
 def approximate_gradient(attack: str, mode: str) -> str:
     """A gradient that is not that of the computation makes a weaker attack."""
     return f"{attack}: the gradient mode {mode!r} is approximate: exact gradients may leave fewer survivors."
-
-
-def audit_disagrees(mode: str, cosine: float, relative_error: float, tolerance: float) -> str | None:
-    """The audit compares the gradient with an independent reference."""
-    if relative_error <= tolerance:
-        return None
-    off = f"cosine {cosine:.4f}, relative error {relative_error:.2g}, tolerated {tolerance:.2g}"
-    return f"The gradient audit disagrees with the gradient mode {mode!r} ({off})."
 
 
 def fewer(before: Survivors, after: Survivors, *, random: bool) -> int:
@@ -136,9 +129,15 @@ def audited(model: Model, x: Tensor) -> str | None:
     """Whether a defence's gradient is that of backprop and of finite differences, in two directions on images x."""
     if not isinstance(model, nn.Module) or not hasattr(model, "with_gradient"):
         return None
-    audit = audit_gradient(model, x, seeds=range(len(x)), directions=2)
+    try:
+        audit = audit_gradient(model, x, seeds=range(len(x)), directions=2)
+    except InputError as error:
+        return f"The gradient audit could not be made: {error}"
+    if audit.passed:
+        return None
     worst = max(filter(None, (audit.backprop, audit.differences)), key=lambda found: found.relative_error)
-    return audit_disagrees(audit.gradient, worst.cosine, worst.relative_error, audit.tolerance)
+    off = f"cosine {worst.cosine:.4f}, relative error {worst.relative_error:.2g}, tolerated {audit.tolerance:.2g}"
+    return f"The gradient audit disagrees with the gradient mode {audit.gradient!r} ({off})."
 
 
 def survivors(
