@@ -20,6 +20,7 @@ from diffpure.evaluation.results import Result
 from diffpure.evaluation.rows import CLEAN
 from diffpure.evaluation.setup import Settings, set_up
 from diffpure.pictures.pngs import save_pngs
+from diffpure.purifiers.blur import Blur
 from diffpure.purifiers.diffusion import Purifier
 from diffpure.purify import Defense
 from diffpure.threats import L2, Linf
@@ -167,11 +168,14 @@ def test_images_of_which_the_purifier_sees_a_small_part_are_told():
         assert any(text.startswith(said) for text in found.warnings) == lost
 
 
-def test_a_function_is_probed():
-    """A classifier that is a function of float32 numbers is asked in these, also by the checks."""
+@pytest.mark.parametrize("defended", [False, True])
+def test_a_function_is_probed_and_audited(defended):
+    """A classifier that is a function of float32 numbers: the checks at the end ask it, too, and lose no run."""
     x, y = problem(2)
     w = torch.linspace(-1, 1, 5 * x[0].numel()).reshape(-1, 5)
-    found = evaluate(lambda z: z.flatten(1) @ w, x, y, "linf 8/255", [PGD(iterations=1)], rules=["one-shot"], probe=1)
+    function = lambda z: z.flatten(1) @ w  # noqa: E731
+    model = Defense(Blur(), function) if defended else function
+    found = evaluate(model, x, y, "linf 8/255", [PGD(iterations=1)], rules=["one-shot"], probe=1)
     assert found.complete
     assert not any("audit disagrees" in text for text in found.warnings)
 
