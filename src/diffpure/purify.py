@@ -85,7 +85,7 @@ class PurifierBase(nn.Module, ABC):
     def forward(self, images: Tensor, seeds: Seeds = None) -> Tensor:
         """Purified images (B, C, H, W), near [0, 1]; seeds are integers, one per image, or fresh entropy without."""
         images = as_images(images, self.channels, self._dtype())
-        if isinstance(self.gradient, BPDA):
+        if isinstance(self.gradient, BPDA) and torch.is_grad_enabled() and images.requires_grad:
             with torch.no_grad():
                 purified = self._purified(images, seeds)
             return images + (purified - images).detach()
