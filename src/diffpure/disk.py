@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -56,6 +58,25 @@ def one_sentence(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise InputError(f"{path} cannot be written or read ({reason}); what was finished before is kept.") from error
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Finish a short piece of work before Ctrl-C or SIGTERM is heeded; only the main thread hears signals at all."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number in came:
+        signal.raise_signal(number)
 
 
 def download(url: str, part: Path, progress: Progress | None = None) -> None:

@@ -5,7 +5,8 @@
     make(FewStep(steps=5), Sampler, SAMPLERS, "sampler")                   the value itself
 
 Every key and every type is checked against the dataclass, with one sentence for what is wrong. `canonical` goes the
-other way: a value as plain data, its non-default fields only, so that a new field with a default changes nothing.
+other way: a value as plain data, its non-default fields only, so that a new field with a default changes nothing; and
+`revive` makes the value again.
 """
 
 from __future__ import annotations
@@ -95,6 +96,25 @@ def canonical(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # without the addresses of this process
+
+
+def revive(plain: Any, known: Mapping[str, Any]) -> Any:
+    """The value that `canonical` wrote as plain data; known: dataclasses by name, and other objects by their repr."""
+    if isinstance(plain, Mapping):
+        name = plain.get("class")
+        if name is None:
+            return {key: revive(v, known) for key, v in plain.items()}
+        if not isinstance(name, str) or name not in known:
+            raise InputError(f"A value of the class {name!r} cannot be made again; known: {', '.join(known)}.")
+        arguments = {key: revive(v, known) for key, v in plain.items() if key != "class"}
+        return construct(known[name], arguments, f"field of {name}")
+    if isinstance(plain, list):
+        return tuple(revive(v, known) for v in plain)
+    if isinstance(plain, str) and plain.startswith("<"):
+        if plain not in known:
+            raise InputError(f"A function or object of your own, {plain}, cannot be made again from its name.")
+        return known[plain]
+    return plain
 
 
 def changed(value: Any) -> dict[str, Any]:

@@ -149,6 +149,7 @@ def set_up(
         "indices": chosen,
         "classes": list(settings.class_names),
         "threat": brief(job.threat),
+        "budget": canonical(job.threat),
         "attacks": {key: _about_attack(attack, model) for key, attack in job.attacks.items()},
         "rules": [str(rule) for rule in job.rules],
         "seeds": numbers,

@@ -36,7 +36,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Self, final
 
-from diffpure.attacks import Attack, attacks_of, by_name
+from diffpure.attacks import Attack, attacks_of, by_name, kind_of
 from diffpure.attacks.presets import ATTACKS, own_keys
 from diffpure.data.sources import DataSpec
 from diffpure.diffusion.gradients import gradient_mode
@@ -229,8 +229,9 @@ def _without_defaults(table: Any) -> Table:
     """An attack's table without arguments that say what the attack has anyway."""
     attacks_of(table)
     table = {"kind": table} if isinstance(table, str) else dict(table)
-    plain = attacks_of({"kind": table["kind"]})
-    return {k: v for k, v in table.items() if k == "kind" or attacks_of({"kind": table["kind"], k: v}) != plain}
+    kind = kind_of(table.pop("kind"))
+    plain = attacks_of(kind)
+    return {"kind": kind, **{k: v for k, v in table.items() if attacks_of({"kind": kind, k: v}) != plain}}
 
 
 def _tiny(table: Any) -> dict[str, Any]:

@@ -35,6 +35,17 @@ def make_gallery(folder: str | Path, evaluation: Evaluation, count: int = 8) -> 
     return made
 
 
+def keep_pictures(folder: str | Path, evaluation: Evaluation, count: int = 8) -> Gallery | None:
+    """The pictures of a finished run: those that are kept, else new ones; None of images that no picture can show."""
+    result = Result.load(folder)
+    kept = Gallery.load(Path(folder), result.header)
+    if kept is not None and len(kept.labels) >= min(count, len(result.indices)):
+        return kept
+    if evaluation.images.shape[1] not in (1, 3):
+        return None
+    return make_gallery(folder, evaluation, count)
+
+
 @torch.no_grad()
 def _gallery(folder: Path, result: Result, evaluation: Evaluation, count: int) -> Gallery:
     attack, job, device = strongest(result), evaluation.job, device_of(evaluation.job.model)
