@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import threading
@@ -60,6 +61,17 @@ def one_sentence(path: Path) -> Iterator[None]:
         raise InputError(f"{path} cannot be written or read ({reason}); what was finished before is kept.") from error
 
 
+def hold(folder: Path) -> int:
+    """Hold a folder for this process alone; closing the descriptor gives it back, and so does the process's end."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise InputError(f"Another process is writing to {folder}; wait for it or give a new folder.") from error
+    return lock
+
+
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
     """Finish a short piece of work before Ctrl-C or SIGTERM is heeded; only the main thread hears signals at all."""
@@ -75,8 +87,8 @@ def uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    for number in came:
-        signal.raise_signal(number)
+    for heard in came:
+        signal.raise_signal(heard)
 
 
 def download(url: str, part: Path, progress: Progress | None = None) -> None:

@@ -1,19 +1,20 @@
-"""`diffpure evaluate`, `attack`, `verify`, `audit` and `suggest-t`: each over the same spec."""
+"""`diffpure evaluate`, `attack` and `verify`: each over the same spec."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from diffpure.cli.base import AsJson, Bars, Threads, app, console, use_threads
+from diffpure.cli.base import AsJson, Bars, Threads, app, use_threads
+from diffpure.cli.output import errors, print_json, say, show, visible
 from diffpure.errors import InputError, unknown
 
 if TYPE_CHECKING:
@@ -28,10 +29,17 @@ Runs = Annotated[Path, typer.Option("--out", "-o", help="Parent of the run's fol
 Memory = Annotated[float | None, typer.Option(min=0.1, help="GiB that a batch may take; by default what is free.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or mps.")]
 Pngs = Annotated[Path | None, typer.Option("--png", help="Also write the adversarial images here, as PNG files.")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="KEY=VALUE,… in the spec, such as model.sampler.t_star=0.05,0.1; one run per value."),
+]
 AllowCode = Annotated[
     bool,
     typer.Option("--allow-code", help="Load models that run code of their own: python:, TorchScript, ONNX."),
 ]
+
+
+TERMINATED: Final = 128 + signal.SIGTERM
 
 
 def read_spec(name: str) -> tuple[EvaluationSpec, Path | None]:
@@ -39,12 +47,17 @@ def read_spec(name: str) -> tuple[EvaluationSpec, Path | None]:
     from diffpure.experiments.load import shipped_specs
     from diffpure.experiments.spec import EvaluationSpec
 
+    return EvaluationSpec.read(spec_file(name)), None if name in shipped_specs() else Path(name).parent
+
+
+def spec_file(name: str) -> Path:
+    """The file of a spec: itself, or the one inside the package of that name."""
+    from diffpure.experiments.load import shipped_specs
+
     shipped = shipped_specs()
-    if name in shipped:
-        return EvaluationSpec.read(shipped[name]), None
-    if not Path(name).exists() and not name.endswith(".toml"):
+    if name not in shipped and not Path(name).exists() and not name.endswith(".toml"):
         raise unknown("spec", name, [*shipped, "a TOML file"])
-    return EvaluationSpec.read(name), Path(name).parent
+    return shipped.get(name, Path(name))
 
 
 def make_loader(device: str = "cpu", allow_code: bool = False, base: Path | None = None) -> Loader:
@@ -74,6 +87,7 @@ def evaluate(
     device: Device = "cpu",
     memory: Memory = None,
     png: Pngs = None,
+    settings: Sets = None,
     allow_code: AllowCode = False,
     as_json: AsJson = False,
     threads: Threads = None,
@@ -85,18 +99,27 @@ def evaluate(
     wanted, base = read_spec(spec)
     loader, limit = make_loader(device, allow_code, base), _bytes(memory)
     where = _engine(engine, device, {"address": address, "cpus": cpus, "gpus": gpus})
+    if settings:
+        from diffpure.cli.tables import Way, sweep
+
+        if png is not None:
+            raise InputError("--png is for one evaluation; leave --set or --png out.")
+        sweep(spec_file(spec), settings, Way(out, loader, limit, where, estimate, as_json))
+        return
     if estimate:
         found = loader.evaluation(wanted, memory=limit).estimate()
-        _show(vars(found) if as_json else found, as_json)
+        show(found, as_json)
         return
     folder = run_folder(wanted, out)
-    told = None if as_json else _say
+    told = None if as_json else say
     with stoppable(folder), RunBar() as bar:
         result = run_spec(wanted, folder, loader, engine=where, memory=limit, progress=bar, on_estimate=told)
-    _show({"folder": str(folder), **result.summary()} if as_json else result, as_json)
-    _write_pngs(folder, png)
-    if not as_json:
-        _say(f"Run: {folder}   Page: diffpure report {folder}")
+    _write_pngs(folder, png, quiet=as_json)
+    if as_json:
+        print_json({"folder": folder, **result.summary()})
+        return
+    say(result)
+    say(f"Run: {folder}   Page: diffpure report {folder}")
 
 
 def _engine(name: str, device: str, options: dict[str, Any]) -> Engine:
@@ -119,32 +142,30 @@ def _bytes(memory: float | None) -> int | None:
     return None if memory is None else int(memory * 2**30)
 
 
-def _say(what: object) -> None:
-    console.print(str(what), soft_wrap=True, markup=False)
-
-
-def _show(what: object, as_json: bool) -> None:
-    if as_json:
-        console.print_json(json.dumps(what))
-    else:
-        _say(what)
-
-
 @contextlib.contextmanager
 def stoppable(folder: Path) -> Iterator[None]:
-    """Ctrl-C ends with what to do to go on."""
+    """Ctrl-C and SIGTERM save the attack under way and end with what to do to go on."""
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
-    except KeyboardInterrupt:
-        _say(f"Stopped; what is done is in {folder}. The same command goes on.")
-        raise typer.Exit(130) from None
+    except (KeyboardInterrupt, SystemExit) as stopped:
+        say(f"Stopped; what is done is in {folder}. The same command goes on.", errors)
+        raise typer.Exit(130 if isinstance(stopped, KeyboardInterrupt) else TERMINATED) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-def _write_pngs(folder: Path, to: Path | None) -> None:
+def _terminate(number: int, frame: object) -> None:
+    raise SystemExit(TERMINATED)
+
+
+def _write_pngs(folder: Path, to: Path | None, quiet: bool = False) -> None:
     if to is not None:
         from diffpure.pictures.pngs import save_pngs
 
-        _say(f"{len(save_pngs(folder, to))} PNG files: {to}")
+        files = save_pngs(folder, to)
+        if not quiet:
+            say(f"{len(files)} PNG files: {to}")
 
 
 @app.command(epilog="Example: diffpure verify runs/* --again 2")
@@ -159,10 +180,11 @@ def verify(
 ) -> None:
     """Check runs from their files: what is proven (rows, budgets, decisions, rates) and what is only claimed."""
     use_threads(threads)
+    from diffpure.evaluation.catalogue import find_runs
     from diffpure.experiments.load import verify_run
 
     loader, found = make_loader(device, allow_code, base), {}
-    folders = run_folders(runs)
+    folders = find_runs(runs)
     for run in folders:
         try:
             with Bars() as bars:
@@ -175,22 +197,11 @@ def verify(
             # One folder that holds no run must not hide what is wrong with the others.
             found[str(run)], text = {"problems": [str(error)], "passed": False}, str(error)
         if not as_json:
-            _say(f"{run}: {text}")
+            say(f"{run}: {text}")
     if as_json:
-        _show(found, as_json)
+        print_json(found)
     if not all(entry["passed"] for entry in found.values()):
         raise typer.Exit(1)
-
-
-def run_folders(paths: list[Path]) -> list[Path]:
-    """The runs that paths name: each itself, or those in the folder that it is."""
-    from diffpure.evaluation.rows import ROWS
-
-    found = []
-    for path in paths:
-        inside = [path] if (path / ROWS).exists() or not path.is_dir() else sorted(p.parent for p in path.rglob(ROWS))
-        found += inside or [path]
-    return found
 
 
 @app.command(epilog="Example: diffpure attack cifar10-bare-linf --images 4 --png pictures")
@@ -230,49 +241,8 @@ def attack(
         result = run_spec(wanted, folder, loader, only=part, memory=_bytes(memory), progress=bar)
     rows = [row for row in result.rows if row.attack == chosen]
     misclassified = sum(row.misclassified for row in rows)
-    _say(f"{len(rows)} images under {chosen}, {misclassified} misclassified by its own count: {folder / IMAGES}")
+    say(f"{len(rows)} images under {chosen}, {misclassified} misclassified by its own count: {folder / IMAGES}")
     _write_pngs(folder, png)
-
-
-@app.command(epilog="Example: diffpure audit cifar10-small-linf --images 2")
-def audit(spec: Spec, images: Images = 2, allow_code: AllowCode = False, threads: Threads = None) -> None:
-    """Audit the gradient of a spec's model against backprop and finite differences."""
-    use_threads(threads)
-    from diffpure.audit import audit_gradient
-
-    wanted, base = read_spec(spec)
-    loader = make_loader(allow_code=allow_code, base=base)
-    x = loader.data(wanted).images[:images]
-    found = audit_gradient(loader.model(wanted.model), x, seeds=range(len(x)))
-    _say(found)
-    if not found.passed:
-        raise typer.Exit(1)
-
-
-@app.command("suggest-t", epilog="Example: diffpure suggest-t cifar10-small-linf --images 16")
-def suggest_t(spec: Spec, images: Images = 64, allow_code: AllowCode = False, threads: Threads = None) -> None:
-    """Advise on t*: Theorem 2's bound, how far purification moves the images, and the accuracy that is left."""
-    use_threads(threads)
-    from dataclasses import replace
-
-    from diffpure.advice import suggest_t_star
-    from diffpure.diffusion.samplers import sampler_of
-
-    wanted, base = read_spec(spec)
-    loader = make_loader(allow_code=allow_code, base=base)
-    model, data, sampler = loader.model(wanted.model), loader.data(wanted), sampler_of(wanted.model.sampler)
-    if wanted.model.score is None or not hasattr(sampler, "t_star"):
-        raise InputError("Advice on t* needs a spec with a score model and a sampler that diffuses to t*.")
-    advice = suggest_t_star(
-        model.purifier.score,  # type: ignore[union-attr, arg-type]
-        data.images[:images],
-        model.classifier,  # type: ignore[arg-type]
-        data.labels[:images],
-        sampler=lambda t: replace(sampler, t_star=t),  # type: ignore[type-var]
-        perturbation=2 * wanted.threat.eps * data.images[0].numel() ** 0.5,
-        seeds=range(min(images, len(data.images))),
-    )
-    _say(advice)
 
 
 class RunBar:
@@ -280,12 +250,12 @@ class RunBar:
 
     def __enter__(self) -> RunBar:
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.fields[left]} left"),
         )
-        self._bar = Progress(*columns, console=console, transient=True, disable=os.environ.get("TERM") == "dumb")
+        self._bar = Progress(*columns, console=errors, transient=True, disable=os.environ.get("TERM") == "dumb")
         self._task = self._bar.add_task("starting", total=1.0, left="…")
         self._bar.start()
         return self
@@ -294,7 +264,8 @@ class RunBar:
         from diffpure.evaluation.cost import duration
 
         first, last = tick.images
-        where = f"{tick.attack} on images {first}–{last}, step {tick.step}/{tick.steps}, {tick.rows}/{tick.total} rows"
+        rows = f"{tick.rows}/{tick.total} rows"
+        where = f"{visible(tick.attack)} on images {first}–{last}, step {tick.step}/{tick.steps}, {rows}"
         self._bar.update(
             self._task, completed=tick.share, description=where, left="…" if tick.left is None else duration(tick.left)
         )
