@@ -1,5 +1,6 @@
 """The demonstration: what an attack does to a classifier, what purification brings back, and what an adaptive
-white-box attack on the defence still finds. Everything is inside the package: 500 test images, a small classifier, a small score.
+white-box attack on the defence still finds. Everything is inside the package: 500 test images, a small classifier and
+a small score.
 
 It is four evaluations, each a spec with a run on the disk, so that it can be verified, reported and continued:
 
