@@ -21,7 +21,7 @@ from diffpure.attacks.losses import MARGIN, Model
 from diffpure.attacks.state import Problem, State, around, choose, common, inside, rank, record
 from diffpure.errors import InputError
 from diffpure.noise import Noise, Seeds
-from diffpure.threats import ThreatModel
+from diffpure.threats import AnyThreat
 
 
 @final
@@ -96,7 +96,7 @@ class Several(tuple[Attack, ...]):
         model: Model,
         x: Tensor,
         y: Tensor,
-        threat: ThreatModel,
+        threat: AnyThreat,
         *,
         seeds: Seeds = None,
         limit: Cost | None = None,

@@ -17,7 +17,7 @@ from typing import Any, final
 
 from diffpure.attacks import STRONG
 from diffpure.attacks.losses import Model
-from diffpure.errors import unknown
+from diffpure.errors import InputError, unknown
 from diffpure.evaluation.cost import Estimate, account
 from diffpure.evaluation.engine import Engine, Keeper, Local
 from diffpure.evaluation.results import Result
@@ -27,6 +27,7 @@ from diffpure.evaluation.store import IMAGES, Store
 from diffpure.evaluation.units import Unit, device_of, threads
 from diffpure.evaluation.warn import warnings_of
 from diffpure.meter import CALLS
+from diffpure.named import checked
 from diffpure.threats import AnyThreat
 
 
@@ -75,6 +76,10 @@ def evaluate(
     shows in its report.   engine: `Local()` or `Ray(...)`.
     settings: eot, rules, seeds, batch, per_call, memory, indices, name, class_names: see `Settings`.
     """
+    checked(probe, int, "'probe', setting of an evaluation")
+    checked(pictures, int, "'pictures', setting of an evaluation")
+    if engine is not None and not hasattr(engine, "run"):
+        raise InputError(f"An engine is Local() or Ray(…) of diffpure.evaluation.engine, got {engine!r}.")
     known = {field.name for field in fields(Settings)}
     if wrong := settings.keys() - known:
         raise unknown("setting of an evaluation", min(wrong), known)
