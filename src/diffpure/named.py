@@ -87,7 +87,7 @@ def check_fields(value: Any) -> None:
 
 
 @cache
-def _hints(cls: type[Any]) -> dict[str, Any]:
+def _hints(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
@@ -218,20 +218,13 @@ def _words(hint: Any) -> str:
 _PLAIN = (int, float, str, bool, tuple, list, Mapping, dict, Sequence, Literal)
 
 
-def _plural(word: str) -> str:
-    return word if word.endswith("s") else f"{word}s"
-
-
 def _word(hint: Any) -> str:
     origin = typing.get_origin(hint)
     if origin is Literal:
         return "one of " + ", ".join(map(repr, typing.get_args(hint)))
     if origin is tuple or hint is tuple:
-        inner = [_words(each) for each in typing.get_args(hint) if each is not Ellipsis]
-        several = [
-            word.replace("a whole number", "whole numbers").replace("a ", "").split(" or ") for word in inner[:1]
-        ]
-        return "a list" + "".join(f" of {' or '.join(_plural(w) for w in words)}" for words in several)
+        inner = [_words(each).removeprefix("a ").replace(" or a ", "s or ") for each in typing.get_args(hint)[:1]]
+        return "a list" + "".join(f" of {words}s" for words in inner)
     names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", Mapping: "a table"}
     plain = origin or hint
     if plain in (Mapping, dict) or plain is Sequence:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
-from diffpure.cli.base import AsJson, app, console
+from diffpure.cli.base import AsJson, app
 from diffpure.cli.output import print_json, say
 from diffpure.errors import InputError
+
+if TYPE_CHECKING:
+    from diffpure.evaluation.catalogue import RunInfo
 
 runs_app = typer.Typer(help="List, show and delete runs of evaluations.", no_args_is_help=True)
 app.add_typer(runs_app, name="runs")
@@ -30,7 +31,7 @@ def list_runs(
     if not home.is_dir():
         raise InputError(f"There is no folder {home}; name the one that holds your runs.")
     found: list[dict[str, Any]] = []
-    table = Table("run", "name", "state", "threat", "attacks", "accuracy [95 % interval]", "date")
+    lines: list[str] = []
     for folder in find_runs([home]):
         if folder == home and not any(home.iterdir()):
             continue
@@ -38,19 +39,22 @@ def list_runs(
             run = describe(folder)
         except InputError as error:
             found.append({"folder": str(folder), "problem": str(error)})
-            table.add_row(Text(folder.name), "", Text(str(error)))
+            lines.append(f"{folder}  unreadable: {error}")
             continue
         found.append(run.as_dict())
-        about, date = run.result.header, str(run.result.header.get("date") or "")[:16].replace("T", " ")
-        attacks = ", ".join(run.result.attacks) or "none"
-        cells = (folder.name, run.name, run.state, about["threat"], attacks, run.headline, date)
-        table.add_row(*(Text(str(cell), overflow="fold") for cell in cells))
+        lines += _lines(run)
     if as_json:
         print_json(found)
-    elif found:
-        console.print(table)
     else:
-        say(f"There are no runs in {home}.")
+        say("\n".join(lines) or f"There are no runs in {home}.")
+
+
+def _lines(run: RunInfo) -> list[str]:
+    """A run in a few lines that fit a terminal."""
+    header, date = run.result.header, str(run.result.header.get("date") or "")[:16].replace("T", " ")
+    attacks = ", ".join(run.result.attacks) or "no attack"
+    about = f"{header['threat']}, {attacks}, {len(run.result.indices)} images"
+    return [f"{run.folder}  {run.state}  {date}", *(f"    {line}" for line in (run.name, about, run.headline) if line)]
 
 
 @runs_app.command(epilog="Example: diffpure runs show runs/mine")

@@ -78,8 +78,11 @@ def sweep(spec: Path, settings: list[str], way: Way) -> None:
     base, points = read_toml(spec), dict(map(setting, settings))
     if len(points) < len(settings):
         raise InputError(f"Every key is set once, got --set {' --set '.join(settings)}.")
-    title = base.pop("name", "") or spec.stem
-    wanted = Table.of({"title": str(title), "base": base, "rows": [{"name": "set", "sweep": points}]})
+    title = str(base.pop("name", "") or spec.stem)
+    fixed = {path: values[0] for path, values in points.items() if len(values) == 1}
+    name = ", ".join(f"{path.rpartition('.')[2]} = {value}" for path, value in fixed.items())
+    swept = {path: values for path, values in points.items() if path not in fixed}
+    wanted = Table.of({"title": title, "base": base, "rows": [{"name": name or "sweep", "set": fixed, "sweep": swept}]})
     _measure(wanted, wanted.entries(), way)
 
 
@@ -121,7 +124,8 @@ def _say_missing(seconds: float, as_json: bool) -> None:
 
 
 def _print(title: str, lines: list[list[str]], headings: tuple[str, ...]) -> None:
-    shown = RichTable(*headings, title=Text(title))
+    said = [i for i in range(len(headings)) if any(line[i] not in ("", "–") for line in lines)]
+    shown = RichTable(*(headings[i] for i in said), title=Text(title))
     for line in lines:
-        shown.add_row(*map(Text, line))
+        shown.add_row(*(Text(line[i]) for i in said))
     console.print(shown)

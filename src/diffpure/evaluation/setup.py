@@ -131,7 +131,7 @@ def set_up(
     images = as_images(images, dtype=torch.float32)
     labels = as_labels(labels, len(images))
     indices = range(len(images)) if settings.indices is None else settings.indices
-    seeds = (settings.seeds,) if isinstance(settings.seeds, Integral) else settings.seeds
+    seeds: Any = (settings.seeds,) if isinstance(settings.seeds, Integral) else settings.seeds
     chosen, numbers = _distinct(indices, "dataset index", len(images)), _distinct(seeds, "seed", None)
     _refuse_training(model)
     first = images[:2].to(device_of(model))
