@@ -77,7 +77,8 @@ def checked(value: Any, hint: Any, what: str) -> Any:
 
 def check_fields(value: Any) -> None:
     """Check every field of a frozen dataclass in its constructor as `construct` does for a table, and set it anew."""
-    cls, hints = type(value), _hints(type(value))
+    cls: Any = type(value)
+    hints = _hints(cls)
     for f in fields(value):
         given = getattr(value, f.name)
         plain = number(given) if _wants_number(hints[f.name]) else given

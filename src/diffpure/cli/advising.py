@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from diffpure.cli.base import AsJson, Threads, app, use_threads
-from diffpure.cli.evaluation import AllowCode, Device, Images, Spec, make_loader, read_spec
-from diffpure.cli.output import plain, print_json, say
+from diffpure.cli.base import AsJson, Device, Threads, app, say, use_threads
+from diffpure.cli.evaluation import AllowCode, Images, Spec, make_loader, read_spec
+from diffpure.cli.output import plain, print_json
 from diffpure.errors import InputError
 
 
@@ -14,7 +14,7 @@ from diffpure.errors import InputError
 def audit(
     spec: Spec,
     images: Images = 2,
-    device: Device = "cpu",
+    device: Device = "auto",
     allow_code: AllowCode = False,
     as_json: AsJson = False,
     threads: Threads = None,
@@ -39,7 +39,7 @@ def audit(
 def suggest_t(
     spec: Spec,
     images: Images = 64,
-    device: Device = "cpu",
+    device: Device = "auto",
     allow_code: AllowCode = False,
     as_json: AsJson = False,
     threads: Threads = None,

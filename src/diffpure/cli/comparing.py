@@ -9,8 +9,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from diffpure.cli.base import AsJson, app, console
-from diffpure.cli.output import print_json, say
+from diffpure.cli.base import AsJson, app, console, say
+from diffpure.cli.output import print_json
 
 
 @app.command(epilog="Example: diffpure compare runs/a runs/b")

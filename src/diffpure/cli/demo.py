@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from diffpure.cli.base import Bars, Threads, app, console, use_threads
+from diffpure.cli.base import Bars, Threads, app, console, say, use_threads
 from diffpure.cli.evaluation import stoppable
-from diffpure.cli.output import say
 
 if TYPE_CHECKING:
     from diffpure.experiments.demo import Demo

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -11,10 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from diffpure.cli.base import AsJson, Bars, Threads, app, use_threads
-from diffpure.cli.output import errors, print_json, say, show, visible
+from diffpure.cli.base import (
+    AsJson,
+    Bars,
+    Device,
+    DeviceName,
+    Quiet,
+    Threads,
+    app,
+    errors,
+    say,
+    use_device,
+    use_threads,
+)
+from diffpure.cli.output import print_json, show
 from diffpure.errors import InputError, unknown
 
 if TYPE_CHECKING:
@@ -27,7 +37,6 @@ Spec = Annotated[str, typer.Argument(help="A TOML file, or the name of a spec in
 Images = Annotated[int, typer.Option(min=1, help="How many of the spec's images to use.")]
 Runs = Annotated[Path, typer.Option("--out", "-o", help="Parent of the run's folder, which is called NAME-HASH.")]
 Memory = Annotated[float | None, typer.Option(min=0.1, help="GiB that a batch may take; by default what is free.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda or mps.")]
 Pngs = Annotated[Path | None, typer.Option("--png", help="Also write the adversarial images here, as PNG files.")]
 Sets = Annotated[
     list[str] | None,
@@ -60,19 +69,11 @@ def spec_file(name: str) -> Path:
     return shipped.get(name, Path(name))
 
 
-def make_loader(device: str = "cpu", allow_code: bool = False, base: Path | None = None) -> Loader:
+def make_loader(device: DeviceName = "auto", allow_code: bool = False, base: Path | None = None) -> Loader:
     """What loads a spec's model to a device, if this machine has it."""
-    import torch
-
     from diffpure.experiments.load import Loader
 
-    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if device not in there:
-        raise unknown("device", device, there)
-    if not there[device]:
-        has = ", ".join(name for name, found in there.items() if found)
-        raise InputError(f"Torch finds no device {device!r} on this machine; it finds {has}.")
-    return Loader(base, device, allow_code)
+    return Loader(base, use_device(device), allow_code)
 
 
 @app.command(epilog="Example: diffpure evaluate cifar10-bare-linf --out runs")
@@ -84,12 +85,13 @@ def evaluate(
     address: Annotated[str | None, typer.Option(help="A Ray cluster; without one, Ray starts here.")] = None,
     cpus: Annotated[float | None, typer.Option(min=0, help="CPUs of a Ray task; by default one per thread.")] = None,
     gpus: Annotated[float | None, typer.Option(min=0, help="GPUs of a Ray task, where it then computes.")] = None,
-    device: Device = "cpu",
+    device: Device = "auto",
     memory: Memory = None,
     png: Pngs = None,
     settings: Sets = None,
     allow_code: AllowCode = False,
     as_json: AsJson = False,
+    quiet: Quiet = False,
     threads: Threads = None,
 ) -> None:
     """Evaluate a defence or a classifier as a spec says; killed at any moment, the same command goes on."""
@@ -97,14 +99,15 @@ def evaluate(
     from diffpure.experiments.load import run_folder, run_spec
 
     wanted, base = read_spec(spec)
-    loader, limit = make_loader(device, allow_code, base), _bytes(memory)
     where = _engine(engine, device, {"address": address, "cpus": cpus, "gpus": gpus})
+    # A task of Ray moves its copy of the model to its own GPU.
+    loader, limit = make_loader("cpu" if engine == "ray" else device, allow_code, base), _bytes(memory)
     if settings:
         from diffpure.cli.tables import Way, sweep
 
         if png is not None:
             raise InputError("--png is for one evaluation; leave --set or --png out.")
-        sweep(spec_file(spec), settings, Way(out, loader, limit, where, estimate, as_json))
+        sweep(spec_file(spec), settings, Way(out, loader, limit, where, estimate, as_json, quiet))
         return
     if estimate:
         found = loader.evaluation(wanted, memory=limit).estimate()
@@ -112,7 +115,7 @@ def evaluate(
         return
     folder = run_folder(wanted, out)
     told = None if as_json else say
-    with stoppable(folder), RunBar() as bar:
+    with stoppable(folder), RunBar(quiet) as bar:
         result = run_spec(wanted, folder, loader, engine=where, memory=limit, progress=bar, on_estimate=told)
     _write_pngs(folder, png, quiet=as_json)
     if as_json:
@@ -128,7 +131,7 @@ def _engine(name: str, device: str, options: dict[str, Any]) -> Engine:
 
     given = {key: value for key, value in options.items() if value is not None}
     if name == "ray":
-        if device != "cpu":
+        if device != "auto":
             raise InputError("A Ray task computes on the GPUs that --gpus gives it; leave --device out.")
         return Ray(**given)
     if name != "local":
@@ -173,9 +176,10 @@ def verify(
     runs: Annotated[list[Path], typer.Argument(help="Folders of finished evaluations, or folders of such folders.")],
     again: Annotated[int, typer.Option(min=0, help="Attacked batches per run, chosen at random, to compute anew.")] = 0,
     base: Annotated[Path | None, typer.Option(help="The folder that paths in the runs' specs start from.")] = None,
-    device: Device = "cpu",
+    device: Device = "auto",
     allow_code: AllowCode = False,
     as_json: AsJson = False,
+    quiet: Quiet = False,
     threads: Threads = None,
 ) -> None:
     """Check runs from their files: what is proven (rows, budgets, decisions, rates) and what is only claimed."""
@@ -183,11 +187,11 @@ def verify(
     from diffpure.evaluation.catalogue import find_runs
     from diffpure.experiments.load import verify_run
 
-    loader, found = make_loader(device, allow_code, base), {}
-    folders = find_runs(runs)
+    folders, found = find_runs(runs), {}
     for run in folders:
         try:
-            with Bars() as bars:
+            loader = make_loader(_device_of(run) if device == "auto" else device, allow_code, base)
+            with Bars(quiet) as bars:
                 checked = verify_run(run, loader, again=again, progress=partial(bars, run.name))
             found[str(run)] = {**vars(checked), "passed": checked.passed}
             text = str(checked)
@@ -204,16 +208,26 @@ def verify(
         raise typer.Exit(1)
 
 
+def _device_of(run: Path) -> DeviceName:
+    """The kind of device that a run was computed on: another kind rounds differently."""
+    from diffpure.evaluation.rows import read_rows
+
+    header, _ = read_rows(run, on_bad=lambda _: None)
+    kind = str(header.get("machine", {}).get("device")).partition(":")[0]
+    return "cuda" if kind == "cuda" else "mps" if kind == "mps" else "cpu"
+
+
 @app.command(epilog="Example: diffpure attack cifar10-bare-linf --images 4 --png pictures")
 def attack(
     spec: Spec,
     out: Runs = Path("runs"),
     name: Annotated[str | None, typer.Option("--attack", help="Its name in the rows; by default the first.")] = None,
     images: Annotated[int, typer.Option(min=1, help="How many images at least; whole batches are attacked.")] = 16,
-    device: Device = "cpu",
+    device: Device = "auto",
     memory: Memory = None,
     png: Pngs = None,
     allow_code: AllowCode = False,
+    quiet: Quiet = False,
     threads: Threads = None,
 ) -> None:
     """Craft and save adversarial images: the part of a spec's evaluation that is one attack on its first images.
@@ -237,7 +251,7 @@ def attack(
         return unit.attack == chosen and unit.start < images
 
     loader = make_loader(device, allow_code, base)
-    with stoppable(folder), RunBar() as bar:
+    with stoppable(folder), RunBar(quiet) as bar:
         result = run_spec(wanted, folder, loader, only=part, memory=_bytes(memory), progress=bar)
     rows = [row for row in result.rows if row.attack == chosen]
     misclassified = sum(row.misclassified for row in rows)
@@ -246,18 +260,13 @@ def attack(
 
 
 class RunBar:
-    """One bar for the whole run, with the attack under way and an estimate of the time that is left."""
+    """Progress of a whole run, with the attack under way and the time that is left."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._bars = Bars(quiet)
 
     def __enter__(self) -> RunBar:
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]} left"),
-        )
-        self._bar = Progress(*columns, console=errors, transient=True, disable=os.environ.get("TERM") == "dumb")
-        self._task = self._bar.add_task("starting", total=1.0, left="…")
-        self._bar.start()
+        self._bars.__enter__()
         return self
 
     def __call__(self, tick: Tick) -> None:
@@ -265,10 +274,9 @@ class RunBar:
 
         first, last = tick.images
         rows = f"{tick.rows}/{tick.total} rows"
-        where = f"{visible(tick.attack)} on images {first}–{last}, step {tick.step}/{tick.steps}, {rows}"
-        self._bar.update(
-            self._task, completed=tick.share, description=where, left="…" if tick.left is None else duration(tick.left)
-        )
+        where = f"{tick.attack} on images {first}–{last}, step {tick.step}/{tick.steps}, {rows}"
+        left = "" if tick.left is None else duration(tick.left)
+        self._bars("run", float(tick.share), 1.0, shown=where, left=left)
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        self._bars.__exit__()

@@ -1,4 +1,4 @@
-"""How commands print results: text as it is, and JSON that a program can read, alone on standard output."""
+"""Results as JSON that a program can read, alone on standard output."""
 
 from __future__ import annotations
 
@@ -9,21 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-from rich.console import Console
-
-from diffpure.cli.base import console
-
-errors = Console(stderr=True, highlight=False)
-
-
-def say(what: object, to: Console | None = None) -> None:
-    """Print text as it is: nothing in it is markup, and no control character reaches the terminal."""
-    (to or console).print("\n".join(map(visible, str(what).split("\n"))), soft_wrap=True, markup=False)
-
-
-def visible(text: str) -> str:
-    """A text with what is not printable written as an escape."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+from diffpure.cli.base import say
 
 
 def show(what: object, as_json: bool) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diffpure.cli.base import AsJson, app
-from diffpure.cli.output import print_json, say
+from diffpure.cli.base import AsJson, app, say
+from diffpure.cli.output import print_json
 from diffpure.errors import InputError
 
 if TYPE_CHECKING:

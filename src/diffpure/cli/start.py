@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from diffpure.cli.base import app
-from diffpure.cli.output import say
+from diffpure.cli.base import app, say
 from diffpure.errors import InputError, unknown
 
 

@@ -10,9 +10,9 @@ import typer
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from diffpure.cli.base import AsJson, Threads, app, console, use_threads
-from diffpure.cli.evaluation import AllowCode, Device, Memory, RunBar, make_loader, stoppable
-from diffpure.cli.output import print_json, say
+from diffpure.cli.base import AsJson, Device, Quiet, Threads, app, console, say, use_threads
+from diffpure.cli.evaluation import AllowCode, Memory, RunBar, make_loader, stoppable
+from diffpure.cli.output import print_json
 from diffpure.errors import InputError, unknown
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Way:
     engine: Engine | None = None
     estimate: bool = False
     as_json: bool = False
+    quiet: bool = False
     show: bool = False
 
 
@@ -46,10 +47,11 @@ def table(
     tiny: Annotated[bool, typer.Option("--tiny", help="Two images and two steps of everything: does it run?")] = False,
     estimate: Annotated[bool, typer.Option("--estimate", help="Only say what is missing and what it costs.")] = False,
     show: Annotated[bool, typer.Option("--show", help="Only print what is measured already.")] = False,
-    device: Device = "cpu",
+    device: Device = "auto",
     memory: Memory = None,
     allow_code: AllowCode = False,
     as_json: AsJson = False,
+    quiet: Quiet = False,
     threads: Threads = None,
 ) -> None:
     """Run what is missing of a table and print it, with the reported numbers beside the measured ones."""
@@ -66,7 +68,7 @@ def table(
     wanted = Table.read(shipped.get(name, name))
     loader = make_loader(device, allow_code, None if name in shipped else Path(name).parent)
     limit = None if memory is None else int(memory * 2**30)
-    way = Way(out, loader, limit, estimate=estimate, as_json=as_json, show=show)
+    way = Way(out, loader, limit, estimate=estimate, as_json=as_json, quiet=quiet, show=show)
     _measure(wanted, wanted.entries(scale, only, tiny=tiny), way)
 
 
@@ -101,7 +103,7 @@ def _measure(wanted: Table, entries: Iterable[Entry], way: Way) -> None:
                 say(f"{entry.name}: {cost}")
         elif result is None and not way.show:
             folder = run_folder(entry.spec, way.out)
-            with stoppable(folder), RunBar() as bar:
+            with stoppable(folder), RunBar(way.quiet) as bar:
                 result = run_spec(entry.spec, folder, way.loader, engine=way.engine, memory=way.memory, progress=bar)
         lines.append(wanted.cells(entry, result))
     if way.estimate:
