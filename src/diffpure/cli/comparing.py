@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from diffpure.cli.base import AsJson, app, console, say
+from diffpure.cli.base import AsJson, app, console, say, visible
 from diffpure.cli.output import print_json
 
 
@@ -38,7 +38,7 @@ def compare(
         low, high = pairs.interval
         difference = f"{100 * pairs.difference:+.1f} % [{100 * low:+.1f}, {100 * high:+.1f}]"
         counts = (pairs.both, pairs.only_a, pairs.only_b, pairs.neither)
-        table.add_row(Text(found.titles[name]), *map(str, counts), difference, f"{pairs.p_value:.3g}")
+        table.add_row(Text(visible(found.titles[name])), *map(str, counts), difference, f"{pairs.p_value:.3g}")
     console.print(table)
     for remark in found.remarks:
         say(f"note: {remark}")

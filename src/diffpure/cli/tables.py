@@ -10,7 +10,7 @@ import typer
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from diffpure.cli.base import AsJson, Device, Quiet, Threads, app, console, say, use_threads
+from diffpure.cli.base import AsJson, Device, Quiet, Threads, app, console, say, use_threads, visible
 from diffpure.cli.evaluation import AllowCode, Memory, RunBar, make_loader, stoppable
 from diffpure.cli.output import print_json
 from diffpure.errors import InputError, unknown
@@ -127,7 +127,7 @@ def _say_missing(seconds: float, as_json: bool) -> None:
 
 def _print(title: str, lines: list[list[str]], headings: tuple[str, ...]) -> None:
     said = [i for i in range(len(headings)) if any(line[i] not in ("", "–") for line in lines)]
-    shown = RichTable(*(headings[i] for i in said), title=Text(title))
+    shown = RichTable(*(headings[i] for i in said), title=Text(visible(title)))
     for line in lines:
-        shown.add_row(*(Text(line[i]) for i in said))
+        shown.add_row(*(Text(visible(line[i])) for i in said))
     console.print(shown)
