@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -56,6 +59,36 @@ def one_sentence(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise InputError(f"{path} cannot be written or read ({reason}); what was finished before is kept.") from error
+
+
+def hold(folder: Path) -> int:
+    """Hold a folder for this process alone; closing the descriptor gives it back, and so does the process's end."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise InputError(f"Another process is writing to {folder}; wait for it or give a new folder.") from error
+    return lock
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Finish a short piece of work before Ctrl-C or SIGTERM is heeded; only the main thread hears signals at all."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for heard in came:
+        signal.raise_signal(heard)
 
 
 def download(url: str, part: Path, progress: Progress | None = None) -> None:

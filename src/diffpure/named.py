@@ -5,7 +5,8 @@
     make(FewStep(steps=5), Sampler, SAMPLERS, "sampler")                   the value itself
 
 Every key and every type is checked against the dataclass, with one sentence for what is wrong. `canonical` goes the
-other way: a value as plain data, its non-default fields only, so that a new field with a default changes nothing.
+other way: a value as plain data, its non-default fields only, so that a new field with a default changes nothing; and
+`revive` makes the value again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from fractions import Fraction
+from functools import cache
 from typing import Any, Literal, Union
 
 from diffpure.errors import InputError, unknown
@@ -51,8 +53,7 @@ def construct(cls: Any, arguments: Any, what: str) -> Any:
     if not isinstance(arguments, Mapping):
         raise InputError(f"A table of keys is expected for {_owner(what)}, got {arguments!r}.")
     known = {f.name: f for f in fields(cls) if f.init}
-    hints = typing.get_type_hints(cls)
-    values = {}
+    hints, values = _hints(cls), {}
     for key, value in arguments.items():
         if key not in known:
             raise unknown(what, key, known)
@@ -67,13 +68,38 @@ def checked(value: Any, hint: Any, what: str) -> Any:
     """The value, if it is of the annotated type; lists become tuples where those are wanted."""
     if isinstance(value, list) and _wants_tuple(hint):
         value = tuple(value)
+    value = _scalar(value)
     if not _fits(value, hint):
-        raise InputError(f"The value of {what}, is {_words(hint)}, got {value!r}.")
+        got = list(value) if isinstance(value, tuple) else value
+        raise InputError(f"The value of {what}, is {_words(hint)}, got {got!r}.")
     return float(value) if hint is float else value
 
 
+def check_fields(value: Any) -> None:
+    """Check every field of a frozen dataclass in its constructor as `construct` does for a table, and set it anew."""
+    cls: Any = type(value)
+    hints = _hints(cls)
+    for f in fields(value):
+        given = getattr(value, f.name)
+        plain = number(given) if _wants_number(hints[f.name]) else given
+        good = checked(plain, hints[f.name], f"{f.name!r}, argument of {cls.__name__}")
+        if good is not given:
+            object.__setattr__(value, f.name, good)
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _scalar(value: Any) -> Any:
+    """A number out of an array or tensor without dimensions; anything else as it is."""
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+
+
 def number(value: Any) -> Any:
-    """A fraction such as "8/255" as a number; anything else as it is."""
+    """A fraction such as "8/255", or an array of one number, as a number; anything else as it is."""
+    value = _scalar(value)
     if isinstance(value, str) and re.fullmatch(r"\s*[\d.]+\s*/\s*[\d.]+\s*", value):
         try:
             top, bottom = (Fraction(part.strip()) for part in value.split("/"))
@@ -95,6 +121,25 @@ def canonical(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # without the addresses of this process
+
+
+def revive(plain: Any, known: Mapping[str, Any]) -> Any:
+    """The value that `canonical` wrote as plain data; known: dataclasses by name, and other objects by their repr."""
+    if isinstance(plain, Mapping):
+        name = plain.get("class")
+        if name is None:
+            return {key: revive(v, known) for key, v in plain.items()}
+        if not isinstance(name, str) or name not in known:
+            raise InputError(f"A value of the class {name!r} cannot be made again; known: {', '.join(known)}.")
+        arguments = {key: revive(v, known) for key, v in plain.items() if key != "class"}
+        return construct(known[name], arguments, f"field of {name}")
+    if isinstance(plain, list):
+        return tuple(revive(v, known) for v in plain)
+    if isinstance(plain, str) and plain.startswith("<"):
+        if plain not in known:
+            raise InputError(f"A function or object of your own, {plain}, cannot be made again from its name.")
+        return known[plain]
+    return plain
 
 
 def changed(value: Any) -> dict[str, Any]:
@@ -165,8 +210,13 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _words(hint: Any) -> str:
     """An annotated type in words."""
-    options = [_word(option) for option in _union(hint) if option is not type(None)]
-    return " or ".join(dict.fromkeys(options))
+    options = [option for option in _union(hint) if option is not type(None)]
+    # What a table can hold, or else the names of classes.
+    plain = [option for option in options if (typing.get_origin(option) or option) in _PLAIN]
+    return " or ".join(dict.fromkeys(map(_word, plain or options)))
+
+
+_PLAIN = (int, float, str, bool, tuple, list, Mapping, dict, Sequence, Literal)
 
 
 def _word(hint: Any) -> str:
@@ -174,7 +224,8 @@ def _word(hint: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(map(repr, typing.get_args(hint)))
     if origin is tuple or hint is tuple:
-        return "a list"
+        inner = [_words(each).removeprefix("a ").replace(" or a ", "s or ") for each in typing.get_args(hint)[:1]]
+        return "a list" + "".join(f" of {words}s" for words in inner)
     names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", Mapping: "a table"}
     plain = origin or hint
     if plain in (Mapping, dict) or plain is Sequence:

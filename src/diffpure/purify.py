@@ -37,8 +37,8 @@ class PurifierBase(nn.Module, ABC):
 
     def __init__(self, gradient: Gradient = "exact", *, rounds: int = 1) -> None:
         super().__init__()
-        if rounds < 1:
-            raise InputError(f"rounds is at least 1, got {rounds}.")
+        if not isinstance(rounds, int) or rounds < 1:
+            raise InputError(f"rounds is a whole number of at least 1, got {rounds!r}.")
         self.gradient = gradient_mode(gradient)
         self.rounds = rounds
 

@@ -44,6 +44,7 @@ class ThreatModel(ABC):
     eps: float
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "eps", number(self.eps))
         if isinstance(self.eps, bool) or not isinstance(self.eps, int | float) or not 0 < self.eps < math.inf:
             raise InputError(f"{type(self).__name__} needs a finite eps > 0, got {self.eps!r}.")
 

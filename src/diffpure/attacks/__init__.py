@@ -2,7 +2,7 @@
 
 from diffpure.attacks.apgd import APGD
 from diffpure.attacks.base import Attack, Cost, SampledAttack, Spending
-from diffpure.attacks.compose import Suite, Transfer, TwoStage
+from diffpure.attacks.compose import Several, Suite, Transfer, TwoStage
 from diffpure.attacks.diffattack import DIFFATTACK
 from diffpure.attacks.expectation import EOT, Expectation, expect
 from diffpure.attacks.fab import FAB
@@ -19,6 +19,8 @@ from diffpure.attacks.presets import (
     TRANSFER,
     attacks_of,
     by_name,
+    kind_of,
+    revive_attack,
 )
 from diffpure.attacks.seeds import sample_seeds
 from diffpure.attacks.square import Square
@@ -51,6 +53,7 @@ __all__ = [
     "Problem",
     "Reconstruction",
     "SampledAttack",
+    "Several",
     "Spending",
     "Square",
     "StAdv",
@@ -61,6 +64,8 @@ __all__ = [
     "attacks_of",
     "by_name",
     "expect",
+    "kind_of",
     "margin",
+    "revive_attack",
     "sample_seeds",
 ]

@@ -25,8 +25,9 @@ from diffpure.attacks.losses import MARGIN, Model, Objective
 from diffpure.attacks.state import AttackRun, Problem, State, first_state, put
 from diffpure.diffusion.gradients import Gradient, GradientMode, gradient_mode
 from diffpure.errors import InputError
+from diffpure.named import check_fields
 from diffpure.noise import Noise, Seeds
-from diffpure.threats import ThreatModel
+from diffpure.threats import AnyThreat, threat_of
 from diffpure.validate import as_images, as_labels
 
 OnStep = Callable[[AttackRun], bool | None]
@@ -67,6 +68,7 @@ class Attack(ABC):
     skip_misclassified: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.gradient is not None:
             object.__setattr__(self, "gradient", gradient_mode(self.gradient))
 
@@ -182,7 +184,7 @@ class Attack(ABC):
         model: Model,
         x: Tensor,
         y: Tensor,
-        threat: ThreatModel,
+        threat: AnyThreat,
         *,
         seeds: Seeds = None,
         limit: Cost | None = None,
@@ -196,7 +198,7 @@ class Attack(ABC):
         model: Model,
         x: Tensor,
         y: Tensor,
-        threat: ThreatModel,
+        threat: AnyThreat,
         *,
         seeds: Seeds = None,
         limit: Cost | None = None,
@@ -210,11 +212,11 @@ class Attack(ABC):
         x = as_images(x).detach().clamp(0, 1)
         y = as_labels(y, len(x)).to(x.device)
         if resume is None:
-            problem = Problem(model, x, y, threat, Noise.of(seeds, len(x)).seeds)
+            problem = Problem(model, x, y, threat_of(threat), Noise.of(seeds, len(x)).seeds)
             run = self.begin_run(problem)
         else:
             self._check_resume(resume, len(x))
-            problem, run = Problem(model, x, y, threat, resume.seeds), resume
+            problem, run = Problem(model, x, y, threat_of(threat), resume.seeds), resume
         while not run.done:
             run = AttackRun(run.step + 1, run.steps, self.advance(problem, run.state, run.step, limit))
             if on_step is not None and on_step(run):
@@ -263,8 +265,8 @@ class SampledAttack(Attack):
     eot: EOT = ONE_SAMPLE
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         object.__setattr__(self, "eot", EOT.of(self.eot))
+        super().__post_init__()
 
     @property
     def ranking(self) -> EOT:

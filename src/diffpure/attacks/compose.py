@@ -3,6 +3,7 @@
 Suite       one attack after the other, each image keeps the strongest perturbation of all
 Transfer    crafted on a part of the defence, evaluated on the whole (paper, appendices C.1 and C.9)
 TwoStage    a success counts only once many fresh samples confirm it (Hill et al. 2021, which the paper follows)
+Several     attacks that are evaluated one by one, and called as one
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, final
 
 import torch
+from torch import Tensor
 
-from diffpure.attacks.base import Attack, Cost, SampledAttack, Spending
+from diffpure.attacks.base import Attack, Cost, OnStep, SampledAttack, Spending
 from diffpure.attacks.expectation import EOT
 from diffpure.attacks.losses import MARGIN, Model
 from diffpure.attacks.state import Problem, State, around, choose, common, inside, rank, record
 from diffpure.errors import InputError
-from diffpure.noise import Noise
+from diffpure.noise import Noise, Seeds
+from diffpure.threats import AnyThreat
 
 
 @final
@@ -77,6 +80,31 @@ class Suite(Attack):
         while i >= (length := self.attacks[tag].steps(classes)):
             i, tag = i - length, tag + 1
         return tag, i
+
+
+@final
+class Several(tuple[Attack, ...]):
+    """Attacks that an evaluation runs and reports one by one, such as AutoAttack's.
+
+    Called, they are one `Suite` that leaves images alone once they are misclassified, as the public AutoAttack does.
+    """
+
+    __slots__ = ()
+
+    def __call__(
+        self,
+        model: Model,
+        x: Tensor,
+        y: Tensor,
+        threat: AnyThreat,
+        *,
+        seeds: Seeds = None,
+        limit: Cost | None = None,
+        on_step: OnStep | None = None,
+    ) -> Tensor:
+        """The strongest perturbation z that any of them found; x (B, C, H, W) in [0, 1], y (B,)."""
+        suite = Suite(attacks=tuple(self), skip_misclassified=True)
+        return suite(model, x, y, threat, seeds=seeds, limit=limit, on_step=on_step)
 
 
 @final
@@ -177,7 +205,7 @@ class TwoStage(Attack):
         best = choose(state["rank"] > 0, state["best"], inner["best"])
         return {**state, "best": best, "last": inner["last"], "now": inner["now"]}
 
-    def _confirm(self, problem: Problem, state: State, inner: State, doubtful: torch.Tensor, i: int) -> State:
+    def _confirm(self, problem: Problem, state: State, inner: State, doubtful: Tensor, i: int) -> State:
         """Classify the doubtful images again with fresh samples, and keep the perturbations that still succeed."""
         asked = problem.rows(doubtful)
         # -2 - i: samples that no other evaluation takes.

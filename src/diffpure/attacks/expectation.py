@@ -21,7 +21,7 @@ from diffpure.attacks.losses import Model, Objective
 from diffpure.attacks.seeds import sample_seeds
 from diffpure.errors import InputError, unknown
 from diffpure.meter import CALLS, metered
-from diffpure.named import changed, construct
+from diffpure.named import changed, check_fields, construct
 from diffpure.threats import wide
 
 
@@ -37,6 +37,7 @@ class EOT:
     fixed: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.samples < 1 or self.per_call < 1:
             raise InputError(f"EOT needs samples and per_call of at least 1, got {self.samples} and {self.per_call}.")
         if self.average not in ("gradients", "logits"):

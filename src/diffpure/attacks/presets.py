@@ -17,21 +17,22 @@ from typing import Any, Final
 
 from diffpure.attacks.apgd import APGD
 from diffpure.attacks.base import Attack
-from diffpure.attacks.compose import Suite, Transfer, TwoStage
-from diffpure.attacks.diffattack import DIFFATTACK
+from diffpure.attacks.compose import Several, Suite, Transfer, TwoStage
+from diffpure.attacks.diffattack import DIFFATTACK, Deviating
 from diffpure.attacks.expectation import EOT
 from diffpure.attacks.fab import FAB
+from diffpure.attacks.losses import Deviated, Reconstruction
 from diffpure.attacks.momentum import MomentumPGD
 from diffpure.attacks.pgd import PGD, PGD_LEE_KIM
 from diffpure.attacks.square import Square
 from diffpure.attacks.stadv import StAdv
-from diffpure.diffusion.gradients import BPDA
+from diffpure.diffusion.gradients import BPDA, GRADIENT_MODES
 from diffpure.errors import InputError, unknown
-from diffpure.named import checked, lookup, number
+from diffpure.named import checked, number, revive
 
-AUTOATTACK_STANDARD: Final[tuple[Attack, ...]] = (APGD(loss="ce"), APGD(loss="dlr-targeted"), FAB(), Square())
-AUTOATTACK_RAND: Final[tuple[Attack, ...]] = (APGD(loss="ce", eot=EOT(20)), APGD(loss="dlr", eot=EOT(20)))
-STANDARD_SUITE: Final = Suite(label="autoattack-standard", attacks=AUTOATTACK_STANDARD, skip_misclassified=True)
+AUTOATTACK_STANDARD: Final = Several((APGD(loss="ce"), APGD(loss="dlr-targeted"), FAB(), Square()))
+AUTOATTACK_RAND: Final = Several((APGD(loss="ce", eot=EOT(20)), APGD(loss="dlr", eot=EOT(20))))
+STANDARD_SUITE: Final = Suite(label="autoattack-standard", attacks=tuple(AUTOATTACK_STANDARD), skip_misclassified=True)
 BPDA_EOT: Final = TwoStage(
     label="bpda-eot",
     attack=PGD(iterations=50, step_size=2 / 255, eot=EOT(15, "logits"), gradient=BPDA()),
@@ -67,17 +68,26 @@ ATTACKS: Final[dict[str, tuple[Attack, ...]]] = {
     "diffattack": (DIFFATTACK,),
 }
 
-AnyAttack = str | Mapping[str, Any] | Attack
+_CLASSES: Final[tuple[type[Any], ...]] = (
+    *(APGD, FAB, MomentumPGD, PGD, Square, StAdv, Suite, Transfer, TwoStage),
+    *(EOT, Deviated, Reconstruction, *GRADIENT_MODES.values()),
+)
+# What canonical values of attacks are made of, by the names that they have there.
+VALUES: Final[dict[str, Any]] = {**{cls.__name__: cls for cls in _CLASSES}, repr(Deviating): Deviating}
+
+AnyAttack = str | Mapping[str, Any] | Attack | Several
 
 
 def attacks_of(value: AnyAttack) -> tuple[Attack, ...]:
     """The attacks of a name, or of a table: those of its kind, with every other key an argument of all that have it."""
+    if isinstance(value, Several):
+        return tuple(value)
     if isinstance(value, Attack):
         return (value,)
     table = {"kind": value} if isinstance(value, str) else value
     if not isinstance(table, Mapping) or "kind" not in table:
         raise InputError(f"An attack is a name or a table with a kind, one of {', '.join(ATTACKS)}; got {value!r}.")
-    attacks: tuple[Attack, ...] = lookup(table["kind"], ATTACKS, "attack")
+    attacks = ATTACKS[kind_of(table["kind"])]
     arguments = {key: v for key, v in table.items() if key != "kind"}
     known = sorted({key for attack in attacks for part in attack.walk() for key in own_keys(part)})
     for key in arguments:
@@ -86,6 +96,25 @@ def attacks_of(value: AnyAttack) -> tuple[Attack, ...]:
     label = arguments.pop("label", None)
     made = tuple(attack.mapped(lambda part: _with_arguments(part, arguments)) for attack in attacks)
     return made if label is None else tuple(replace(attack, label=str(label)) for attack in made)
+
+
+def kind_of(name: Any) -> str:
+    """The kind that a name stands for: itself, the name of its rows (`pgd-ce`) or the name of its class (`PGD`)."""
+    single = {key: attacks[0] for key, attacks in ATTACKS.items() if len(attacks) == 1}
+    classes = {type(a).__name__.lower(): key for key, a in reversed(single.items()) if not (a.parts() or a.label)}
+    names = {**classes, **{a.name.partition("@")[0]: key for key, a in single.items()}, **{key: key for key in ATTACKS}}
+    kind = names.get(str(name).lower())
+    if kind is None or not isinstance(name, str):
+        raise unknown("attack", name, ATTACKS)
+    return kind
+
+
+def revive_attack(plain: Any) -> Attack:
+    """The attack whose canonical value this is, as the header of a run keeps it."""
+    made = revive(plain, VALUES)
+    if not isinstance(made, Attack):
+        raise InputError(f"The canonical value of an attack is a table with its class, got {plain!r}.")
+    return made
 
 
 def own_keys(attack: Attack) -> set[str]:

@@ -5,15 +5,33 @@ from __future__ import annotations
 import io
 import os
 import sys
+from typing import Final
 
 from rich.console import Console
 from rich.markup import escape
 
-from diffpure.cli import demo, evaluation, images, machine, models, reporting, tables, training
+from diffpure.cli import (
+    advising,
+    comparing,
+    demo,
+    evaluation,
+    images,
+    machine,
+    models,
+    reporting,
+    runs,
+    start,
+    tables,
+    training,
+)
 from diffpure.cli.base import app, visible
 from diffpure.errors import InputError
 
-__all__ = ["app", "demo", "evaluation", "images", "machine", "main", "models", "reporting", "tables", "training"]
+__all__ = ["app", "main"]
+COMMANDS: Final = (
+    *(demo, evaluation, advising, comparing, runs, start, tables, reporting),
+    *(images, machine, models, training),
+)  # each registers its commands when it is imported
 
 
 def main() -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from diffpure.cli.base import Bars, Threads, app, console, use_threads
+from diffpure.cli.base import Bars, Threads, app, console, say, use_threads
+from diffpure.cli.evaluation import stoppable
 
 if TYPE_CHECKING:
     from diffpure.experiments.demo import Demo
@@ -34,18 +35,16 @@ def demo(
     from diffpure.report.strips import save_strip
 
     config = DemoConfig(images=images, adaptive_images=min(adaptive, images), seed=seed)
-    with Bars() as bars:
+    with stoppable(out / "runs"), Bars() as bars:
         result = run_demo(config, out / "runs", bars)
     _show(result)
     page, picture = out / "report.html", out / "demo.png"
     write([read_run(folder) for folder in result.folders], page, "html", f"{result.notes}. {SMALL}")
     with one_sentence(picture):
         save_strip(picture, *_stages(result))
-    console.print(f"Picture: {picture}", soft_wrap=True)
-    console.print(
-        f"Runs:    {out / 'runs'} (a second demo reads them; check one with `diffpure verify`)", soft_wrap=True
-    )
-    console.print(f"Report:  {page} (open it in a browser: {page.resolve().as_uri()})", soft_wrap=True)
+    say(f"Picture: {picture}")
+    say(f"Runs:    {out / 'runs'} (a second demo reads them; check one with `diffpure verify`)")
+    say(f"Report:  {page} (open it in a browser: {page.resolve().as_uri()})")
 
 
 def _stages(result: Demo) -> tuple[dict[str, Any], dict[str, list[tuple[str, bool]]]]:

@@ -1,19 +1,30 @@
-"""`diffpure evaluate`, `attack`, `verify`, `audit` and `suggest-t`: each over the same spec."""
+"""`diffpure evaluate`, `attack` and `verify`: each over the same spec."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
+import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from diffpure.cli.base import AsJson, Bars, Threads, app, console, use_threads
+from diffpure.cli.base import (
+    AsJson,
+    Bars,
+    Device,
+    DeviceName,
+    Quiet,
+    Threads,
+    app,
+    errors,
+    say,
+    use_device,
+    use_threads,
+)
+from diffpure.cli.output import print_json, show
 from diffpure.errors import InputError, unknown
 
 if TYPE_CHECKING:
@@ -26,12 +37,18 @@ Spec = Annotated[str, typer.Argument(help="A TOML file, or the name of a spec in
 Images = Annotated[int, typer.Option(min=1, help="How many of the spec's images to use.")]
 Runs = Annotated[Path, typer.Option("--out", "-o", help="Parent of the run's folder, which is called NAME-HASH.")]
 Memory = Annotated[float | None, typer.Option(min=0.1, help="GiB that a batch may take; by default what is free.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda or mps.")]
 Pngs = Annotated[Path | None, typer.Option("--png", help="Also write the adversarial images here, as PNG files.")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="KEY=VALUE,… in the spec, such as model.sampler.t_star=0.05,0.1; one run per value."),
+]
 AllowCode = Annotated[
     bool,
     typer.Option("--allow-code", help="Load models that run code of their own: python:, TorchScript, ONNX."),
 ]
+
+
+TERMINATED: Final = 128 + signal.SIGTERM
 
 
 def read_spec(name: str) -> tuple[EvaluationSpec, Path | None]:
@@ -39,27 +56,24 @@ def read_spec(name: str) -> tuple[EvaluationSpec, Path | None]:
     from diffpure.experiments.load import shipped_specs
     from diffpure.experiments.spec import EvaluationSpec
 
+    return EvaluationSpec.read(spec_file(name)), None if name in shipped_specs() else Path(name).parent
+
+
+def spec_file(name: str) -> Path:
+    """The file of a spec: itself, or the one inside the package of that name."""
+    from diffpure.experiments.load import shipped_specs
+
     shipped = shipped_specs()
-    if name in shipped:
-        return EvaluationSpec.read(shipped[name]), None
-    if not Path(name).exists() and not name.endswith(".toml"):
+    if name not in shipped and not Path(name).exists() and not name.endswith(".toml"):
         raise unknown("spec", name, [*shipped, "a TOML file"])
-    return EvaluationSpec.read(name), Path(name).parent
+    return shipped.get(name, Path(name))
 
 
-def make_loader(device: str = "cpu", allow_code: bool = False, base: Path | None = None) -> Loader:
+def make_loader(device: DeviceName = "auto", allow_code: bool = False, base: Path | None = None) -> Loader:
     """What loads a spec's model to a device, if this machine has it."""
-    import torch
-
     from diffpure.experiments.load import Loader
 
-    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if device not in there:
-        raise unknown("device", device, there)
-    if not there[device]:
-        has = ", ".join(name for name, found in there.items() if found)
-        raise InputError(f"Torch finds no device {device!r} on this machine; it finds {has}.")
-    return Loader(base, device, allow_code)
+    return Loader(base, use_device(device), allow_code)
 
 
 @app.command(epilog="Example: diffpure evaluate cifar10-bare-linf --out runs")
@@ -71,11 +85,13 @@ def evaluate(
     address: Annotated[str | None, typer.Option(help="A Ray cluster; without one, Ray starts here.")] = None,
     cpus: Annotated[float | None, typer.Option(min=0, help="CPUs of a Ray task; by default one per thread.")] = None,
     gpus: Annotated[float | None, typer.Option(min=0, help="GPUs of a Ray task, where it then computes.")] = None,
-    device: Device = "cpu",
+    device: Device = "auto",
     memory: Memory = None,
     png: Pngs = None,
+    settings: Sets = None,
     allow_code: AllowCode = False,
     as_json: AsJson = False,
+    quiet: Quiet = False,
     threads: Threads = None,
 ) -> None:
     """Evaluate a defence or a classifier as a spec says; killed at any moment, the same command goes on."""
@@ -83,20 +99,30 @@ def evaluate(
     from diffpure.experiments.load import run_folder, run_spec
 
     wanted, base = read_spec(spec)
-    loader, limit = make_loader(device, allow_code, base), _bytes(memory)
     where = _engine(engine, device, {"address": address, "cpus": cpus, "gpus": gpus})
+    # A task of Ray moves its copy of the model to its own GPU.
+    loader, limit = make_loader("cpu" if engine == "ray" else device, allow_code, base), _bytes(memory)
+    if settings:
+        from diffpure.cli.tables import Way, sweep
+
+        if png is not None:
+            raise InputError("--png is for one evaluation; leave --set or --png out.")
+        sweep(spec_file(spec), settings, Way(out, loader, limit, where, estimate, as_json, quiet))
+        return
     if estimate:
         found = loader.evaluation(wanted, memory=limit).estimate()
-        _show(vars(found) if as_json else found, as_json)
+        show(found, as_json)
         return
     folder = run_folder(wanted, out)
-    told = None if as_json else _say
-    with stoppable(folder), RunBar() as bar:
+    told = None if as_json else say
+    with stoppable(folder), RunBar(quiet) as bar:
         result = run_spec(wanted, folder, loader, engine=where, memory=limit, progress=bar, on_estimate=told)
-    _show({"folder": str(folder), **result.summary()} if as_json else result, as_json)
-    _write_pngs(folder, png)
-    if not as_json:
-        _say(f"Run: {folder}   Page: diffpure report {folder}")
+    _write_pngs(folder, png, quiet=as_json)
+    if as_json:
+        print_json({"folder": folder, **result.summary()})
+        return
+    say(result)
+    say(f"Run: {folder}   Page: diffpure report {folder}")
 
 
 def _engine(name: str, device: str, options: dict[str, Any]) -> Engine:
@@ -105,7 +131,7 @@ def _engine(name: str, device: str, options: dict[str, Any]) -> Engine:
 
     given = {key: value for key, value in options.items() if value is not None}
     if name == "ray":
-        if device != "cpu":
+        if device != "auto":
             raise InputError("A Ray task computes on the GPUs that --gpus gives it; leave --device out.")
         return Ray(**given)
     if name != "local":
@@ -119,32 +145,30 @@ def _bytes(memory: float | None) -> int | None:
     return None if memory is None else int(memory * 2**30)
 
 
-def _say(what: object) -> None:
-    console.print(str(what), soft_wrap=True, markup=False)
-
-
-def _show(what: object, as_json: bool) -> None:
-    if as_json:
-        console.print_json(json.dumps(what))
-    else:
-        _say(what)
-
-
 @contextlib.contextmanager
 def stoppable(folder: Path) -> Iterator[None]:
-    """Ctrl-C ends with what to do to go on."""
+    """Ctrl-C and SIGTERM save the attack under way and end with what to do to go on."""
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
-    except KeyboardInterrupt:
-        _say(f"Stopped; what is done is in {folder}. The same command goes on.")
-        raise typer.Exit(130) from None
+    except (KeyboardInterrupt, SystemExit) as stopped:
+        say(f"Stopped; what is done is in {folder}. The same command goes on.", errors)
+        raise typer.Exit(130 if isinstance(stopped, KeyboardInterrupt) else TERMINATED) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-def _write_pngs(folder: Path, to: Path | None) -> None:
+def _terminate(number: int, frame: object) -> None:
+    raise SystemExit(TERMINATED)
+
+
+def _write_pngs(folder: Path, to: Path | None, quiet: bool = False) -> None:
     if to is not None:
         from diffpure.pictures.pngs import save_pngs
 
-        _say(f"{len(save_pngs(folder, to))} PNG files: {to}")
+        files = save_pngs(folder, to)
+        if not quiet:
+            say(f"{len(files)} PNG files: {to}")
 
 
 @app.command(epilog="Example: diffpure verify runs/* --again 2")
@@ -152,20 +176,22 @@ def verify(
     runs: Annotated[list[Path], typer.Argument(help="Folders of finished evaluations, or folders of such folders.")],
     again: Annotated[int, typer.Option(min=0, help="Attacked batches per run, chosen at random, to compute anew.")] = 0,
     base: Annotated[Path | None, typer.Option(help="The folder that paths in the runs' specs start from.")] = None,
-    device: Device = "cpu",
+    device: Device = "auto",
     allow_code: AllowCode = False,
     as_json: AsJson = False,
+    quiet: Quiet = False,
     threads: Threads = None,
 ) -> None:
     """Check runs from their files: what is proven (rows, budgets, decisions, rates) and what is only claimed."""
     use_threads(threads)
+    from diffpure.evaluation.catalogue import find_runs
     from diffpure.experiments.load import verify_run
 
-    loader, found = make_loader(device, allow_code, base), {}
-    folders = run_folders(runs)
+    folders, found = find_runs(runs), {}
     for run in folders:
         try:
-            with Bars() as bars:
+            loader = make_loader(_device_of(run) if device == "auto" else device, allow_code, base)
+            with Bars(quiet) as bars:
                 checked = verify_run(run, loader, again=again, progress=partial(bars, run.name))
             found[str(run)] = {**vars(checked), "passed": checked.passed}
             text = str(checked)
@@ -175,22 +201,20 @@ def verify(
             # One folder that holds no run must not hide what is wrong with the others.
             found[str(run)], text = {"problems": [str(error)], "passed": False}, str(error)
         if not as_json:
-            _say(f"{run}: {text}")
+            say(f"{run}: {text}")
     if as_json:
-        _show(found, as_json)
+        print_json(found)
     if not all(entry["passed"] for entry in found.values()):
         raise typer.Exit(1)
 
 
-def run_folders(paths: list[Path]) -> list[Path]:
-    """The runs that paths name: each itself, or those in the folder that it is."""
-    from diffpure.evaluation.rows import ROWS
+def _device_of(run: Path) -> DeviceName:
+    """The kind of device that a run was computed on: another kind rounds differently."""
+    from diffpure.evaluation.rows import read_rows
 
-    found = []
-    for path in paths:
-        inside = [path] if (path / ROWS).exists() or not path.is_dir() else sorted(p.parent for p in path.rglob(ROWS))
-        found += inside or [path]
-    return found
+    header, _ = read_rows(run, on_bad=lambda _: None)
+    kind = str(header.get("machine", {}).get("device")).partition(":")[0]
+    return "cuda" if kind == "cuda" else "mps" if kind == "mps" else "cpu"
 
 
 @app.command(epilog="Example: diffpure attack cifar10-bare-linf --images 4 --png pictures")
@@ -199,10 +223,11 @@ def attack(
     out: Runs = Path("runs"),
     name: Annotated[str | None, typer.Option("--attack", help="Its name in the rows; by default the first.")] = None,
     images: Annotated[int, typer.Option(min=1, help="How many images at least; whole batches are attacked.")] = 16,
-    device: Device = "cpu",
+    device: Device = "auto",
     memory: Memory = None,
     png: Pngs = None,
     allow_code: AllowCode = False,
+    quiet: Quiet = False,
     threads: Threads = None,
 ) -> None:
     """Craft and save adversarial images: the part of a spec's evaluation that is one attack on its first images.
@@ -226,78 +251,32 @@ def attack(
         return unit.attack == chosen and unit.start < images
 
     loader = make_loader(device, allow_code, base)
-    with stoppable(folder), RunBar() as bar:
+    with stoppable(folder), RunBar(quiet) as bar:
         result = run_spec(wanted, folder, loader, only=part, memory=_bytes(memory), progress=bar)
     rows = [row for row in result.rows if row.attack == chosen]
     misclassified = sum(row.misclassified for row in rows)
-    _say(f"{len(rows)} images under {chosen}, {misclassified} misclassified by its own count: {folder / IMAGES}")
+    say(f"{len(rows)} images under {chosen}, {misclassified} misclassified by its own count: {folder / IMAGES}")
     _write_pngs(folder, png)
 
 
-@app.command(epilog="Example: diffpure audit cifar10-small-linf --images 2")
-def audit(spec: Spec, images: Images = 2, allow_code: AllowCode = False, threads: Threads = None) -> None:
-    """Audit the gradient of a spec's model against backprop and finite differences."""
-    use_threads(threads)
-    from diffpure.audit import audit_gradient
-
-    wanted, base = read_spec(spec)
-    loader = make_loader(allow_code=allow_code, base=base)
-    x = loader.data(wanted).images[:images]
-    found = audit_gradient(loader.model(wanted.model), x, seeds=range(len(x)))
-    _say(found)
-    if not found.passed:
-        raise typer.Exit(1)
-
-
-@app.command("suggest-t", epilog="Example: diffpure suggest-t cifar10-small-linf --images 16")
-def suggest_t(spec: Spec, images: Images = 64, allow_code: AllowCode = False, threads: Threads = None) -> None:
-    """Advise on t*: Theorem 2's bound, how far purification moves the images, and the accuracy that is left."""
-    use_threads(threads)
-    from dataclasses import replace
-
-    from diffpure.advice import suggest_t_star
-    from diffpure.diffusion.samplers import sampler_of
-
-    wanted, base = read_spec(spec)
-    loader = make_loader(allow_code=allow_code, base=base)
-    model, data, sampler = loader.model(wanted.model), loader.data(wanted), sampler_of(wanted.model.sampler)
-    if wanted.model.score is None or not hasattr(sampler, "t_star"):
-        raise InputError("Advice on t* needs a spec with a score model and a sampler that diffuses to t*.")
-    advice = suggest_t_star(
-        model.purifier.score,  # type: ignore[union-attr, arg-type]
-        data.images[:images],
-        model.classifier,  # type: ignore[arg-type]
-        data.labels[:images],
-        sampler=lambda t: replace(sampler, t_star=t),  # type: ignore[type-var]
-        perturbation=2 * wanted.threat.eps * data.images[0].numel() ** 0.5,
-        seeds=range(min(images, len(data.images))),
-    )
-    _say(advice)
-
-
 class RunBar:
-    """One bar for the whole run, with the attack under way and an estimate of the time that is left."""
+    """Progress of a whole run, with the attack under way and the time that is left."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._bars = Bars(quiet)
 
     def __enter__(self) -> RunBar:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]} left"),
-        )
-        self._bar = Progress(*columns, console=console, transient=True, disable=os.environ.get("TERM") == "dumb")
-        self._task = self._bar.add_task("starting", total=1.0, left="…")
-        self._bar.start()
+        self._bars.__enter__()
         return self
 
     def __call__(self, tick: Tick) -> None:
         from diffpure.evaluation.cost import duration
 
         first, last = tick.images
-        where = f"{tick.attack} on images {first}–{last}, step {tick.step}/{tick.steps}, {tick.rows}/{tick.total} rows"
-        self._bar.update(
-            self._task, completed=tick.share, description=where, left="…" if tick.left is None else duration(tick.left)
-        )
+        rows = f"{tick.rows}/{tick.total} rows"
+        where = f"{tick.attack} on images {first}–{last}, step {tick.step}/{tick.steps}, {rows}"
+        left = "" if tick.left is None else duration(tick.left)
+        self._bars("run", float(tick.share), 1.0, shown=where, left=left)
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        self._bars.__exit__()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import subprocess
@@ -15,6 +14,7 @@ from rich.markup import escape
 
 from diffpure import __version__
 from diffpure.cli.base import AsJson, Threads, app, console, grid, use_threads
+from diffpure.cli.output import print_json
 
 EXTRAS = {
     "diffusers": "score models in diffusers folders or on the hub (pip install 'diffpure[hf]')",
@@ -42,9 +42,23 @@ def doctor(as_json: AsJson = False, threads: Threads = None) -> None:
     use_threads(threads)
     found = {**_versions(), **_devices(), **_speed(), **_extras()}
     if as_json:
-        console.print_json(json.dumps(found))
+        print_json(found)
         return
-    console.print(grid({key: escape(str(value)) for key, value in found.items()}))
+    console.print(grid({_TITLES.get(key, key): escape(_words(key, value)) for key, value in found.items()}))
+
+
+_TITLES = {"score_call_seconds": "one score call, 16 images", "first_image_seconds": "import to first purified image"}
+
+
+def _words(key: str, value: Any) -> str:
+    """A finding as people read it."""
+    if key == "score_call_seconds":
+        return f"{1000 * value:.0f} ms"
+    if key == "first_image_seconds":
+        return f"{value:.1f} s"
+    if key in EXTRAS:
+        return value or f"missing, for {EXTRAS[key]}"
+    return ", ".join(value) or "none" if isinstance(value, list) else str(value)
 
 
 def _versions() -> dict[str, Any]:
@@ -58,7 +72,7 @@ def _devices() -> dict[str, Any]:
 
     cuda = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     mps = ["Apple GPU"] if torch.backends.mps.is_available() else []
-    return {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "accelerators": [*cuda, *mps] or "none"}
+    return {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "accelerators": [*cuda, *mps]}
 
 
 def _speed() -> dict[str, Any]:
@@ -74,10 +88,7 @@ def _speed() -> dict[str, Any]:
             score(x, t)
             seconds.append(time.perf_counter() - start)
     first = subprocess.run([sys.executable, "-c", FIRST_IMAGE], capture_output=True, text=True, check=True)
-    return {
-        "one score call, 16 images": f"{1000 * min(seconds):.0f} ms",
-        "import to first purified image": f"{float(first.stdout):.1f} s",
-    }
+    return {"score_call_seconds": min(seconds), "first_image_seconds": float(first.stdout)}
 
 
 def _extras() -> dict[str, Any]:
@@ -87,4 +98,4 @@ def _extras() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             return None
 
-    return {name: version(name) or f"missing, for {use}" for name, use in EXTRAS.items()}
+    return {name: version(name) for name in EXTRAS}

@@ -27,7 +27,7 @@ from diffpure.diffusion.paths import ChainPath, Drift, EulerPath, ExponentialPat
 from diffpure.diffusion.score import ScoreModel
 from diffpure.diffusion.sde import STEPS, VPSDE, DiscreteVP, Schedule, over
 from diffpure.errors import InputError, unknown
-from diffpure.named import make
+from diffpure.named import check_fields, make
 from diffpure.noise import Noise, NoiseSource
 
 Spacing = Literal["t", "log_snr", "root_sigma"]
@@ -89,6 +89,7 @@ class _Continuous(ABC):
     forward: Literal["continuous", "discrete"] = "continuous"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         _check_t_star(self.t_star, self.jitter)
         if self.dt is not None and self.steps is not None:
             raise InputError("Give dt or steps, not both.")
@@ -212,6 +213,7 @@ class OneShot:
     jitter: float = 0.0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         _check_t_star(self.t_star, self.jitter)
 
     @property
@@ -241,6 +243,7 @@ class Langevin:
     steps: int = 100
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not (self.variance > 0 and self.rate > 0 and self.eta >= 0 and self.steps >= 1):
             raise InputError("Langevin needs variance > 0, rate > 0, eta >= 0 and at least one step.")
         if not 0 < self.score_time <= 1:
@@ -284,6 +287,7 @@ class _Discrete(ABC):
     jitter: float = 0.0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         _check_t_star(self.t_star, self.jitter)
         if round(STEPS * (self.t_star - self.jitter)) < 1:
             raise InputError(f"A discrete sampler needs t* of at least 1/{STEPS}, got {self.t_star - self.jitter}.")

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from diffpure.attacks import AttackRun
+from diffpure.disk import uninterrupted
 from diffpure.errors import InputError
 from diffpure.evaluation.setup import Evaluation
 from diffpure.evaluation.units import Batch, Done, Job, Unit, compute, device_of, threads
@@ -77,7 +78,8 @@ class Local:
             done = compute(work.job, unit, batch, after, None if keeper is None else keeper.resume(unit))
         except (KeyboardInterrupt, SystemExit):  # Ctrl-C, or SIGTERM where the command line asks for it
             if keeper is not None and latest is not None:
-                keeper.save(unit, latest)
+                with uninterrupted():  # a second Ctrl-C waits until the first one's work is on the disk
+                    keeper.save(unit, latest)
             raise
         if latest is None:
             on_step(unit, 1, 1)  # nothing was attacked

@@ -17,7 +17,7 @@ from typing import Any, final
 
 from diffpure.attacks import STRONG
 from diffpure.attacks.losses import Model
-from diffpure.errors import unknown
+from diffpure.errors import InputError, unknown
 from diffpure.evaluation.cost import Estimate, account
 from diffpure.evaluation.engine import Engine, Keeper, Local
 from diffpure.evaluation.results import Result
@@ -27,6 +27,7 @@ from diffpure.evaluation.store import IMAGES, Store
 from diffpure.evaluation.units import Unit, device_of, threads
 from diffpure.evaluation.warn import warnings_of
 from diffpure.meter import CALLS
+from diffpure.named import checked
 from diffpure.threats import AnyThreat
 
 
@@ -60,6 +61,7 @@ def evaluate(
     *,
     out: str | Path | None = None,
     probe: int = 0,
+    pictures: int = 8,
     engine: Engine | None = None,
     progress: Progress | None = None,
     **settings: Any,
@@ -70,14 +72,26 @@ def evaluate(
     saying so is run image by image with a seeded generator.   images (B, C, H, W) in [0, 1], labels (B,).
     threat: such as `Linf(8/255)` or "linf 8/255".   attacks: values, names or tables, one or several; by default
     `STRONG`, and () for none.
-    probe: on how many images the checks attack again, harder.   engine: `Local()` or `Ray(...)`.
+    probe: on how many images the checks attack again, harder.   pictures: how many images a run that is kept in `out`
+    shows in its report.   engine: `Local()` or `Ray(...)`.
     settings: eot, rules, seeds, batch, per_call, memory, indices, name, class_names: see `Settings`.
     """
+    checked(probe, int, "'probe', setting of an evaluation")
+    checked(pictures, int, "'pictures', setting of an evaluation")
+    if engine is not None and not hasattr(engine, "run"):
+        raise InputError(f"An engine is Local() or Ray(…) of diffpure.evaluation.engine, got {engine!r}.")
     known = {field.name for field in fields(Settings)}
     if wrong := settings.keys() - known:
         raise unknown("setting of an evaluation", min(wrong), known)
     chosen = STRONG if attacks is None else attacks
-    return run(set_up(model, images, labels, threat, chosen, Settings(**settings)), out, probe, engine, progress)
+    evaluation = set_up(model, images, labels, threat, chosen, Settings(**settings))
+    result = run(evaluation, out, probe, engine, progress)
+    if out is not None and pictures and result.complete:
+        # By the package's own door, as pictures know evaluations, but evaluations know no pictures.
+        from diffpure import keep_pictures
+
+        keep_pictures(out, evaluation, pictures)
+    return result
 
 
 def run(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -85,7 +86,8 @@ class Result:
         return self.rate(MINIMUM, rule)
 
     def rate(self, what: str, rule: str | Rule | None = None) -> Rate:
-        """The accuracy under `what`: clean, an attack's name, "worst case" or "minimum"; the mean over the seeds."""
+        """The accuracy under `what`: "clean" ("no attack"), an attack's name or kind, "worst case" or "minimum"; the
+        mean over the seeds."""
         return Rate(statistics.fmean(self._counts(what, rule)), len(self.indices))
 
     def over_seeds(self, what: str, rule: str | Rule | None = None) -> tuple[float, ...]:
@@ -95,14 +97,26 @@ class Result:
     def right(self, what: str, rule: str | Rule | None = None, seed: int | None = None) -> dict[int, bool]:
         """Which images are right for one seed (the first by default), by dataset index."""
         rule = self.rules[0] if rule is None else Rule.parse(rule)
-        wrong = self._wrong(what, rule, self.seeds[0] if seed is None else seed)
+        line = self._line(what)
+        if line == MINIMUM:
+            raise InputError("The minimum is the smallest accuracy of an attack; no image is right or wrong under it.")
+        wrong = self._wrong(line, rule, self.seeds[0] if seed is None else seed)
         return {index: index not in wrong for index in self.indices}
+
+    def _line(self, what: str) -> str:
+        """The name of a line of rates, from its name or its title, or from an attack's kind where only one is of it."""
+        if what in (CLEAN, WORST, MINIMUM, *self.attacks):
+            return what
+        titled = [line for line in (CLEAN, WORST, MINIMUM, *self.attacks) if self.title(line) == what]
+        alike = titled or [name for name in self.attacks if re.split("[-@]", name)[0] == what]
+        if len(alike) != 1:
+            raise unknown("attack", what, (CLEAN, WORST, MINIMUM, *self.attacks))
+        return alike[0]
 
     def _counts(self, what: str, rule: str | Rule | None) -> list[int]:
         """How many images are right, for each seed."""
         rule = self.rules[0] if rule is None else Rule.parse(rule)
-        if what not in (CLEAN, WORST, MINIMUM, *self.attacks):
-            raise unknown("attack", what, (CLEAN, WORST, MINIMUM, *self.attacks))
+        what = self._line(what)
         if what in (WORST, MINIMUM) and not self.attacks:
             raise InputError(f"The robust accuracy was {NOT_MEASURED}.")
         if not self.complete:
@@ -181,11 +195,21 @@ class Result:
         foot = "<br>".join(map(html.escape, self._footing()))
         return f"<p>{html.escape(self.heading)}</p><table>{body}</table><p>{foot}</p>"
 
+    def report(self, out: str | Path, kind: str | None = None) -> None:
+        """Write the page about this evaluation: html, md, csv, json, png or pdf, by the file's ending unless named.
+
+        A run that was kept in a folder shows its pictures.
+        """
+        # By the package's own door, as pages know results, but results know no pages.
+        from diffpure import write_report
+
+        write_report([self], out, kind)
+
     @property
     def heading(self) -> str:
         """What was evaluated, under which threat, on how many images."""
         seeds = f", {len(self.seeds)} seeds (mean ± deviation)" if len(self.seeds) > 1 else f", seed {self.seeds[0]}"
-        about = f"{self.header['model']['title']} under {self.header['threat']}"
+        about = f"{self.header.get('name') or self.header['model']['title']} under {self.header['threat']}"
         return f"{about}: accuracy [95 % interval] on {len(self.indices)} images{seeds}"
 
     def _footing(self) -> list[str]:

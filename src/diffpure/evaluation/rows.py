@@ -32,7 +32,7 @@ MINIMUM: Final = "minimum"  # of the attacks' accuracies, as in the paper
 ROWS: Final = "rows.jsonl"  # in the folder of a run
 SUMMARY: Final = "summary.json"
 FORMAT: Final = 2  # of the header and the rows
-_Z: Final = 1.959963984540054  # two-sided 95 %
+Z95: Final = 1.959963984540054  # two-sided 95 %
 # What every header has, and of which kind it is.
 _HEADER: Final = {
     "model": "table", "attacks": "table", "indices": "numbers", "seeds": "numbers", "batch": "count",
@@ -61,8 +61,8 @@ class Rate:
     def interval(self) -> tuple[float, float]:
         """Wilson's interval: (p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n)."""
         p, n = self.value, self.total
-        centre = (p * n + _Z**2 / 2) / (n + _Z**2)
-        half = _Z / (n + _Z**2) * math.sqrt(n * p * (1 - p) + _Z**2 / 4)
+        centre = (p * n + Z95**2 / 2) / (n + Z95**2)
+        half = Z95 / (n + Z95**2) * math.sqrt(n * p * (1 - p) + Z95**2 / 4)
         # At the ends the formula gives 0 and 1 exactly, but for rounding.
         return (centre - half if p > 0 else 0.0), (centre + half if p < 1 else 1.0)
 

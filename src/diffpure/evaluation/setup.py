@@ -11,6 +11,7 @@ import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, Final, final
 
 import torch
@@ -26,7 +27,7 @@ from diffpure.evaluation.rows import CLEAN, DEFAULT_RULES, FORMAT, Rule, slug
 from diffpure.evaluation.units import Batch, Job, Seeded, Unit, device_of, plan
 from diffpure.models.checkpoints import digest
 from diffpure.models.identity import Unidentifiable, identify
-from diffpure.named import brief, canonical
+from diffpure.named import brief, canonical, checked
 from diffpure.noise import whole_number
 from diffpure.purify import title_of
 from diffpure.threats import AnyThreat, threat_of
@@ -63,13 +64,17 @@ class Settings:
     spec: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        kinds = {"batch": int, "per_call": int | None, "memory": int | None, "name": str, "class_names": Sequence}
+        for key, kind in kinds.items():
+            checked(getattr(self, key), kind, f"{key!r}, setting of an evaluation")
         if self.batch < 1 or (self.per_call is not None and self.per_call < 1) or not self.parsed_rules:
             raise InputError("An evaluation needs at least one rule, and a batch and per_call of at least 1.")
 
     @property
     def parsed_rules(self) -> tuple[Rule, ...]:
         """The decision rules."""
-        return tuple(map(Rule.parse, (self.rules,) if isinstance(self.rules, str | Rule) else self.rules))
+        several = isinstance(self.rules, Sequence) and not isinstance(self.rules, str)
+        return tuple(map(Rule.parse, self.rules if several else (self.rules,)))  # type: ignore[arg-type]
 
 
 @final
@@ -126,7 +131,7 @@ def set_up(
     images = as_images(images, dtype=torch.float32)
     labels = as_labels(labels, len(images))
     indices = range(len(images)) if settings.indices is None else settings.indices
-    seeds = (settings.seeds,) if isinstance(settings.seeds, int) else settings.seeds
+    seeds: Any = (settings.seeds,) if isinstance(settings.seeds, Integral) else settings.seeds
     chosen, numbers = _distinct(indices, "dataset index", len(images)), _distinct(seeds, "seed", None)
     _refuse_training(model)
     first = images[:2].to(device_of(model))
@@ -149,6 +154,7 @@ def set_up(
         "indices": chosen,
         "classes": list(settings.class_names),
         "threat": brief(job.threat),
+        "budget": canonical(job.threat),
         "attacks": {key: _about_attack(attack, model) for key, attack in job.attacks.items()},
         "rules": [str(rule) for rule in job.rules],
         "seeds": numbers,

@@ -11,7 +11,6 @@ every other file appears whole (written beside its place, then renamed) or not a
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from diffpure.attacks import AttackRun
-from diffpure.disk import one_sentence, write_whole
+from diffpure.disk import hold, one_sentence, write_whole
 from diffpure.errors import InputError
 from diffpure.evaluation.rows import ROWS, SUMMARY, Row, read_rows
 from diffpure.evaluation.setup import IDENTITY
@@ -57,7 +56,7 @@ class Store:
             )
         with one_sentence(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            lock = _lock(folder)
+            lock = hold(folder)
             try:
                 if not (folder / ROWS).exists():
                     _refuse_foreign(folder)
@@ -169,17 +168,6 @@ def _repair(path: Path) -> None:
         if size < end:
             file.truncate(size)
             os.fsync(file.fileno())
-
-
-def _lock(folder: Path) -> int:
-    """Hold the folder for this process; the lock goes with it, however it ends."""
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
-        raise InputError(f"Another process is writing to {folder}; wait for it or give a new folder.") from error
-    return lock
 
 
 def _refuse_foreign(folder: Path) -> None:

@@ -1,11 +1,12 @@
-"""The demonstration: what an attack does to a classifier, what purification brings back, and what an attacker who
-knows the defence still breaks. Everything is inside the package: 500 test images, a small classifier, a small score.
+"""The demonstration: what an attack does to a classifier, what purification brings back, and what an adaptive
+white-box attack on the defence still finds. Everything is inside the package: 500 test images, a small classifier and
+a small score.
 
 It is four evaluations, each a spec with a run on the disk, so that it can be verified, reported and continued:
 
-    bare       the classifier, and PGD on it
+    undefended the classifier, and PGD on it
     purified   the defence on the same images
-    brought    the defence on the images that PGD made against the bare classifier
+    brought    the defence on the images that PGD made against the undefended classifier
     adaptive   the defence under PGD with expectation over its noise and its exact gradient, on few images
 
 The last shows the effect honestly, and is no substitute for an evaluation.
@@ -67,7 +68,7 @@ class DemoConfig:
 
 
 def run_demo(config: DemoConfig, home: Path, progress: Progress = lambda *_: None) -> Demo:
-    """Classify, attack the bare classifier, purify, attack the defence; the runs go to folders in `home`.
+    """Classify, attack the undefended classifier, purify, attack the defence; the runs go to folders in `home`.
 
     What an earlier call with the same configuration has finished there is read, not computed again.
     """
@@ -79,17 +80,17 @@ def run_demo(config: DemoConfig, home: Path, progress: Progress = lambda *_: Non
         return found[-1][1]
 
     pgd, adapted = "PGD-20", f"PGD-{config.iterations}, EOT {config.samples}, exact gradient"
-    name = f"Bare classifier, and {pgd} on it"
-    bare = measure(_spec(config, name, config.images, attack={"kind": "pgd", "iterations": 20}))
+    name = f"Undefended classifier, and {pgd} on it"
+    undefended = measure(_spec(config, name, config.images, attack={"kind": "pgd", "iterations": 20}))
     purified = measure(_spec(config, "Purified", config.images, defended=True))
-    name = f"Purified, on the images that {pgd} made against the bare classifier"
+    name = f"Purified, on the images that {pgd} made against the undefended classifier"
     brought = measure(_spec(config, name, config.images, defended=True, source=_attacked(found[0])))
     eot = {"kind": "pgd", "iterations": config.iterations, "eot": config.samples}
-    name = f"Purified, attacked by one who knows the defence ({adapted})"
+    name = f"Purified, under an adaptive white-box attack ({adapted})"
     adaptive = measure(_spec(config, name, config.adaptive_images, defended=True, attack=eot))
     rows = (
-        DemoRow("classifier", "none", bare.clean()),
-        DemoRow("classifier", pgd, bare.minimum()),
+        DemoRow("classifier", "none", undefended.clean()),
+        DemoRow("classifier", pgd, undefended.minimum()),
         DemoRow("purified", "none", purified.clean()),
         DemoRow("purified", f"{pgd} on the classifier", brought.clean()),
         DemoRow("purified", adapted, adaptive.minimum()),
@@ -126,9 +127,9 @@ def _spec(
     )
 
 
-def _attacked(bare: tuple[Path, Result]) -> dict[str, str]:
+def _attacked(undefended: tuple[Path, Result]) -> dict[str, str]:
     """The adversarial images of a run of one batch, as a source of images that is found from any folder."""
-    folder, result = bare
+    folder, result = undefended
     unit = Unit(result.seeds[0], result.attacks[0], 0, result.header["batch"])
     return {"source": "file", "path": str((folder / IMAGES / unit.file).resolve())}
 

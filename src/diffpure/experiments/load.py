@@ -29,7 +29,7 @@ from diffpure.evaluation.setup import Evaluation, Settings, set_up
 from diffpure.evaluation.verify import Verification, verify
 from diffpure.experiments.spec import EvaluationSpec, ModelSpec, Reference
 from diffpure.models.code import is_code, load_object
-from diffpure.pictures.gallery import Gallery
+from diffpure.pictures.gallery import Gallery, kept_gallery
 from diffpure.pictures.make import make_gallery
 from diffpure.purifiers import make_purifier
 from diffpure.purifiers.diffusion import Purifier
@@ -154,8 +154,7 @@ def shipped_specs() -> dict[str, Path]:
 def gallery_of(folder: str | Path, count: int = 8, loader: Loader = PLAIN) -> Gallery:
     """The pictures of a finished run of a spec: those that were kept, or new ones made with its model."""
     result = Result.load(folder)
-    kept = Gallery.load(Path(folder), result.header)
-    if kept is not None and len(kept.labels) >= min(count, len(result.indices)):
+    if kept := kept_gallery(Path(folder), result, count):
         return kept
     if result.header.get("spec") is None:
         raise InputError("The run was made without a spec, so its model cannot be loaded.")

@@ -36,14 +36,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Self, final
 
-from diffpure.attacks import Attack, attacks_of, by_name
+from diffpure.attacks import Attack, attacks_of, by_name, kind_of
 from diffpure.attacks.presets import ATTACKS, own_keys
 from diffpure.data.sources import DataSpec
 from diffpure.diffusion.gradients import gradient_mode
 from diffpure.diffusion.samplers import sampler_of
 from diffpure.errors import InputError
 from diffpure.evaluation.rows import DEFAULT_RULES, Rule
-from diffpure.named import changed, construct
+from diffpure.models.code import is_code
+from diffpure.named import changed, construct, lookup
+from diffpure.purifiers import PURIFIERS
 from diffpure.threats import Linf, ThreatModel, threat_of
 
 Table = Mapping[str, Any]
@@ -100,6 +102,10 @@ class ModelSpec:
             raise InputError("A [model] has a score for the diffusion purifier or another purifier, not both.")
         if isinstance(self.purifier, str):
             object.__setattr__(self, "purifier", {"kind": self.purifier})
+        if self.purifier is not None:
+            _check_purifier(self.purifier)
+        if self.rounds < 1:
+            raise InputError(f"rounds is a whole number of at least 1, got {self.rounds}.")
         gradient_mode(self.gradient)
         sampler_of(self.sampler)
 
@@ -229,8 +235,18 @@ def _without_defaults(table: Any) -> Table:
     """An attack's table without arguments that say what the attack has anyway."""
     attacks_of(table)
     table = {"kind": table} if isinstance(table, str) else dict(table)
-    plain = attacks_of({"kind": table["kind"]})
-    return {k: v for k, v in table.items() if k == "kind" or attacks_of({"kind": table["kind"], k: v}) != plain}
+    kind = kind_of(table.pop("kind"))
+    plain = attacks_of(kind)
+    return {"kind": kind, **{k: v for k, v in table.items() if attacks_of({"kind": kind, k: v}) != plain}}
+
+
+def _check_purifier(table: str | Table) -> None:
+    """Refuse a purifier without a kind, or of one that is neither known nor a user's own."""
+    kind = table if isinstance(table, str) else table.get("kind")
+    if not isinstance(kind, str):
+        raise InputError(f"A purifier is a table with a kind, one of {', '.join(PURIFIERS)}; got {table!r}.")
+    if not is_code(kind):
+        lookup(kind, PURIFIERS, "purifier")
 
 
 def _tiny(table: Any) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -189,6 +190,25 @@ def override(spec: dict[str, Any], path: str, value: Any) -> None:
         inner[_place(last, inner, path)] = value
     else:
         inner[last] = value
+
+
+def setting(text: str) -> tuple[str, list[Any]]:
+    """The path and the values of a setting such as "model.sampler.t_star=0.05,0.1".
+
+    Values are TOML's, several with commas between them; what is no TOML value, such as 8/255 or few-step, is a text.
+    """
+    path, sign, values = text.partition("=")
+    if not sign or not path.strip() or not values.strip():
+        raise InputError(f"A setting is KEY=VALUE or KEY=VALUE,VALUE, such as model.sampler.t_star=0.1, got {text!r}.")
+    return path.strip(), _values(values)
+
+
+def _values(text: str) -> list[Any]:
+    try:
+        return list(tomllib.loads(f"values = [{text}]")["values"])
+    except tomllib.TOMLDecodeError:
+        pieces = [piece.strip() for piece in text.split(",")]
+        return [text] if len(pieces) == 1 else [value for piece in pieces for value in _values(piece)]
 
 
 def _place(key: str, items: list[Any], path: str) -> int:

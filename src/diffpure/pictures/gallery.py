@@ -109,6 +109,12 @@ class Gallery:
             return None  # missing or damaged: they can be made again
 
 
+def kept_gallery(folder: Path, result: Result, count: int) -> Gallery | None:
+    """The pictures that were kept with a run, if they show so many of its images."""
+    kept = Gallery.load(folder, result.header)
+    return kept if kept is not None and len(kept.labels) >= min(count, len(result.indices)) else None
+
+
 def _key(header: Mapping[str, Any]) -> str:
     """What names a run: a hash of its header."""
     return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()

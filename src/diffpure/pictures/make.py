@@ -18,7 +18,7 @@ from diffpure.evaluation.rows import CLEAN
 from diffpure.evaluation.setup import Evaluation
 from diffpure.evaluation.store import IMAGES, read_tensors
 from diffpure.evaluation.units import attack_seeds, device_of, evaluation_seeds, threads
-from diffpure.pictures.gallery import GIVEN, Gallery, eight_bits, strongest
+from diffpure.pictures.gallery import GIVEN, Gallery, eight_bits, kept_gallery, strongest
 
 
 def make_gallery(folder: str | Path, evaluation: Evaluation, count: int = 8) -> Gallery:
@@ -33,6 +33,15 @@ def make_gallery(folder: str | Path, evaluation: Evaluation, count: int = 8) -> 
         made = _gallery(folder, result, evaluation.planned(result.header), count)
     made.save(folder, result.header)
     return made
+
+
+def keep_pictures(folder: str | Path, evaluation: Evaluation, count: int = 8) -> Gallery | None:
+    """The pictures of a finished run: those that are kept, else new ones; None of images that no picture can show."""
+    if kept := kept_gallery(Path(folder), Result.load(folder), count):
+        return kept
+    if evaluation.images.shape[1] not in (1, 3):
+        return None
+    return make_gallery(folder, evaluation, count)
 
 
 @torch.no_grad()

@@ -21,9 +21,10 @@ from markupsafe import Markup, escape
 
 from diffpure.disk import one_sentence, write_whole
 from diffpure.errors import InputError, unknown
+from diffpure.evaluation.results import Result
 from diffpure.report import panels, plots, tables, words
 from diffpure.report.axes import Axis, sweeps
-from diffpure.report.runs import ReportedRun, attacked
+from diffpure.report.runs import ReportedRun, attacked, read_run
 from diffpure.report.texts import as_json, comma_separated, markdown
 
 
@@ -97,6 +98,27 @@ FORMATS: Final[dict[str, Callable[[Sequence[ReportedRun]], str]]] = {
     "json": as_json,
 }
 KINDS: Final = (*FORMATS, "png", "pdf")
+
+
+def write_report(runs: Sequence[Result | str | Path], out: str | Path, kind: str | None = None) -> None:
+    """Write one page about finished evaluations, each a result or the folder of its run.
+
+    kind: html, md, csv, json, png or pdf; by default the file's ending. Pictures are those that were kept with the run.
+    """
+    out = Path(out)
+    write([_reported(run) for run in runs], out, kind or out.suffix.lstrip(".") or "html")
+
+
+def _reported(run: Result | str | Path) -> ReportedRun:
+    """A run as the page shows it; a result that was kept nowhere has no pictures."""
+    folder = run.folder if isinstance(run, Result) else Path(run)
+    if folder is not None:
+        return read_run(folder)
+    assert isinstance(run, Result)
+    if not run.complete:
+        raise InputError(f"The evaluation is unfinished: it has {len(run.rows)} rows; finish it before it is reported.")
+    remark = "There are no pictures: the evaluation was not kept in a folder (`out=`)."
+    return ReportedRun(Path(str(run.header["model"]["title"])), run, remark=remark)
 
 
 def write(

@@ -1,0 +1,99 @@
+"""Runs on the disk: which there are, how far each has come, and what it found. No torch here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+from diffpure.disk import hold, one_sentence
+from diffpure.errors import InputError
+from diffpure.evaluation.results import NOT_MEASURED, Result
+from diffpure.evaluation.rows import ROWS, SUMMARY
+
+# Everything that a run's folder may hold; what ends in .part is the leftover of a kill.
+FILES: Final = (ROWS, SUMMARY, "adversarial", "state.safetensors", "pictures.safetensors")
+
+
+@final
+@dataclass(frozen=True)
+class RunInfo:
+    """One run: how many of its rows it has, and its headline once it has all of them."""
+
+    folder: Path
+    result: Result
+
+    @property
+    def name(self) -> str:
+        """Its given name, or what was evaluated."""
+        return str(self.result.header.get("name") or self.result.header["model"].get("title", ""))
+
+    @property
+    def total(self) -> int:
+        """How many rows it has when it is finished."""
+        result = self.result
+        return len(result.seeds) * len(result.indices) * (1 + len(result.attacks))
+
+    @property
+    def state(self) -> str:
+        """Finished, or how far it has come."""
+        return "finished" if self.result.complete else f"unfinished, {len(self.result.rows)} of {self.total} rows"
+
+    @property
+    def headline(self) -> str:
+        """Clean and robust accuracy under the first rule, of a finished run."""
+        if not self.result.complete:
+            return ""
+        robust = str(self.result.robust()) if self.result.attacks else NOT_MEASURED.partition(":")[0]
+        return f"clean {self.result.clean()}, robust {robust}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The run as plain data."""
+        result, header = self.result, self.result.header
+        return {
+            "folder": str(self.folder),
+            "name": self.name,
+            "finished": result.complete,
+            "rows": len(result.rows),
+            "total": self.total,
+            "images": len(result.indices),
+            "threat": header["threat"],
+            "attacks": {name: result.title(name) for name in result.attacks},
+            "clean": result.clean().value if result.complete else None,
+            "robust": result.robust().value if result.complete and result.attacks else None,
+            "date": header.get("date"),
+        }
+
+
+def find_runs(paths: Iterable[Path]) -> list[Path]:
+    """The runs that paths name: each itself, or those in the folder that it is."""
+    found: list[Path] = []
+    for path in paths:
+        inside = [path] if (path / ROWS).exists() or not path.is_dir() else sorted(p.parent for p in path.rglob(ROWS))
+        found += inside or [path]
+    return list(dict.fromkeys(found))
+
+
+def describe(folder: Path) -> RunInfo:
+    """What is to say of the run in a folder."""
+    if not folder.is_dir():
+        raise InputError(f"A run is a folder with {ROWS}, got {str(folder)!r}.")
+    return RunInfo(folder, Result.load(folder))
+
+
+def remove_run(folder: Path) -> None:
+    """Delete the folder of a run; one that holds anything else, or is being written to, is refused."""
+    describe(folder)
+    others = [entry.name for entry in folder.iterdir() if entry.name not in FILES and not entry.name.endswith(".part")]
+    if others or folder.is_symlink():
+        what = f"other files ({others[0]}, …) beside its run" if others else "its run behind a link"
+        raise InputError(f"{folder} holds {what}; delete it yourself if you mean it.")
+    with one_sentence(folder):
+        lock = hold(folder)
+        try:
+            shutil.rmtree(folder)
+        finally:
+            os.close(lock)
