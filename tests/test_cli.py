@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,8 +25,8 @@ from diffpure import cli
 from diffpure.errors import InputError
 from diffpure.evaluation.rows import Rate
 from diffpure.experiments import demo as demonstration
-from diffpure.experiments import run as experiments
-from diffpure.experiments.load import shipped_specs
+from diffpure.experiments import load as experiments
+from diffpure.experiments.load import run_spec, shipped_specs
 from diffpure.experiments.spec import EvaluationSpec
 from diffpure.models.cards import cards
 
@@ -44,7 +45,7 @@ def walk(command, path=()):
 COMMANDS = dict(walk(typer.main.get_command(cli.app)))
 
 
-@pytest.mark.parametrize("command", [(), ("models",), ("data",), ("train",), *COMMANDS], ids=" ".join)
+@pytest.mark.parametrize("command", [(), ("models",), ("data",), ("train",), ("runs",), *COMMANDS], ids=" ".join)
 def test_help_fits_a_screen(command):
     found = runner.invoke(cli.app, [*command, "--help"], env={"COLUMNS": "100", "LINES": "40"})
     assert found.exit_code == 0
@@ -72,9 +73,9 @@ def cheap_world(tmp_path, monkeypatch):
     torch.manual_seed(0)
     classifier = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10)).eval()
     score = dp.GaussianScore(variance=0.25)
-    monkeypatch.setattr(experiments, "load_classifier", lambda name, like=None: classifier)
-    monkeypatch.setattr(experiments, "load_score", lambda name, like=None: score)
-    monkeypatch.setattr(diffpure.scores.load, "load_score", lambda name, like=None: score)
+    monkeypatch.setattr(experiments, "load_classifier", lambda name, **_: classifier)
+    monkeypatch.setattr(experiments, "load_score", lambda name, **_: score)
+    monkeypatch.setattr(diffpure.scores.load, "load_score", lambda name, **_: score)
     monkeypatch.setattr(diffpure.models.fetch, "fetch", lambda card, check, progress: tmp_path / card.file)
     monkeypatch.setattr(cifar10, "fetch", lambda say: say("fetched"))
     monkeypatch.setattr(cifar10, "load", lambda *_: None)
@@ -90,18 +91,20 @@ def test_the_example_in_the_help_works_as_typed(command, cheap_world):
     if command == ("purify",):
         (cheap_world / "photos").mkdir()
         Image.new("RGB", (40, 30), "teal").save(cheap_world / "photos" / "teal.png")
-    if command in (("verify",), ("report",)):
+    if command[0] in ("verify", "report", "runs", "compare"):
         spec = EvaluationSpec.read(shipped_specs()["cifar10-bare-linf"]).tiny()
-        experiments.run(spec, cheap_world / "runs" / "0123456789abcdef")
+        run_spec(spec, cheap_world / "runs" / "mine")
+        for name in ("a", "b"):
+            shutil.copytree(cheap_world / "runs" / "mine", cheap_world / "runs" / name)
     words = shlex.split(COMMANDS[command].epilog.removeprefix("Example: diffpure "))
     typed = [part for word in words for part in (sorted(glob.glob(word)) if "*" in word else [word])]
     found = runner.invoke(cli.app, typed, catch_exceptions=False)
     assert found.exit_code == 0, found.output
     assert found.output.strip()
-    made = {"purify": "clean/teal.png", "report": "report.html", "demo": "out/report.html"}
+    made = {"purify": "clean/teal.png", "report": "report.html", "demo": "out/report.html", "init": "mine.toml"}
     assert (cheap_world / made.get(command[0], ".")).exists()
     if command == ("doctor",):
-        assert json.loads(found.output)["import to first purified image"].endswith(" s")
+        assert json.loads(found.stdout)["first_image_seconds"] > 0
 
 
 def test_the_shell_completes_commands(monkeypatch):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from diffpure.cli.base import AsJson, Device, Threads, app, say, use_threads
+from diffpure.cli.base import AsJson, Device, Threads, app, use_threads
 from diffpure.cli.evaluation import AllowCode, Images, Spec, make_loader, read_spec
-from diffpure.cli.output import plain, print_json
+from diffpure.cli.output import show
 from diffpure.errors import InputError
 
 
@@ -27,10 +27,7 @@ def audit(
     loader = make_loader(device, allow_code, base)
     x = loader.data(wanted).images[:images].to(loader.device)
     found = audit_gradient(loader.model(wanted.model), x, seeds=range(len(x)))
-    if as_json:
-        print_json({**plain(found), "passed": found.passed})
-    else:
-        say(found)
+    show(found, as_json)
     if not found.passed:
         raise typer.Exit(1)
 
@@ -44,7 +41,7 @@ def suggest_t(
     as_json: AsJson = False,
     threads: Threads = None,
 ) -> None:
-    """Advise on t*: Theorem 2's bound, how far purification moves the images, and the accuracy that is left."""
+    """Advise on t*: theory's bounds, how far purification moves images, and clean and attacked accuracy."""
     use_threads(threads)
     from dataclasses import replace
 
@@ -64,10 +61,7 @@ def suggest_t(
         model.classifier,  # type: ignore[arg-type]
         y,
         sampler=lambda t: replace(sampler, t_star=t),  # type: ignore[type-var]
-        perturbation=2 * wanted.threat.eps * x[0].numel() ** 0.5,
+        threat=wanted.threat,
         seeds=range(len(x)),
     )
-    if as_json:
-        print_json({**plain(advice), "suggestion": advice.suggestion})
-    else:
-        say(advice)
+    show(advice, as_json)

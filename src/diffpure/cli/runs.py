@@ -72,7 +72,7 @@ def show(run: Run, as_json: AsJson = False) -> None:
     say(found.result)
 
 
-@runs_app.command(epilog="Example: diffpure runs rm runs/mine")
+@runs_app.command(epilog="Example: diffpure runs rm runs/mine --yes")
 def rm(run: Run, yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False) -> None:
     """Delete a run with its adversarial images; what is no run is refused."""
     from diffpure.evaluation.catalogue import describe, remove_run
