@@ -135,7 +135,7 @@ def test_an_unfinished_result_gives_no_rate():
 
 def test_an_unknown_attack_names_the_nearest():
     with pytest.raises(InputError, match="did you mean 'pgd-ce'"):
-        result([row(0, CLEAN, [0]), row(0, "pgd-ce", [0])]).rate("pgd")
+        result([row(0, CLEAN, [0]), row(0, "pgd-ce", [0])]).rate("pgd-cw")
 
 
 def test_an_attack_is_titled_with_its_gradient_and_an_approximate_one_says_so():

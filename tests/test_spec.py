@@ -113,7 +113,7 @@ def test_a_spec_can_name_every_attack():
         ({"attacks": [{"kind": "pgd", "gradient": "bdpa"}]}, "did you mean 'bpda'"),
         ({"attacks": [{"kind": "pgd", "gradient": {"kind": "surrogate", "step": 5}}]}, "did you mean 'steps'"),
         ({"attacks": [{"kind": "pgd", "part": "classifier"}]}, "Unknown argument of the attack 'pgd' 'part'"),
-        ({"attacks": 5}, "is a list, got 5"),
+        ({"attacks": 5}, "is a list of texts or tables, got 5"),
         ({"threat": {"kind": "linf", "eps": -1}}, "eps > 0"),
         ({"threat": {"kind": "l8"}}, "Unknown threat"),
         ({"data": {"images": "0-"}}, "ranges such as"),

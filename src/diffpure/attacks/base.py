@@ -68,9 +68,9 @@ class Attack(ABC):
     skip_misclassified: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.gradient is not None:
             object.__setattr__(self, "gradient", gradient_mode(self.gradient))
+        check_fields(self)
 
     # ------------------------------------------------------------------------------------------ what it is called
 

@@ -41,7 +41,7 @@ def suggest_t(
     as_json: AsJson = False,
     threads: Threads = None,
 ) -> None:
-    """Advise on t*: theory's bounds, how far purification moves images, and clean and attacked accuracy."""
+    """Advise on t*: theory's bounds, and clean and attacked accuracy with intervals."""
     use_threads(threads)
     from dataclasses import replace
 

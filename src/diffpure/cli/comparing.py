@@ -22,7 +22,7 @@ def compare(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two runs, paired per image: who is right where, the difference, and McNemar's exact test."""
+    """Compare two runs, paired per image, with McNemar's exact test."""
     from diffpure.evaluation.catalogue import describe
     from diffpure.evaluation.compare import compare as paired
 

@@ -94,7 +94,7 @@ def evaluate(
     quiet: Quiet = False,
     threads: Threads = None,
 ) -> None:
-    """Evaluate a defence or a classifier as a spec says; killed at any moment, the same command goes on."""
+    """Evaluate a defence or a classifier as a spec says; a killed run goes on when called again."""
     use_threads(threads)
     from diffpure.experiments.load import run_folder, run_spec
 
@@ -182,7 +182,7 @@ def verify(
     quiet: Quiet = False,
     threads: Threads = None,
 ) -> None:
-    """Check runs from their files: what is proven (rows, budgets, decisions, rates) and what is only claimed."""
+    """Check runs from their files: what is proven, and what is only claimed."""
     use_threads(threads)
     from diffpure.evaluation.catalogue import find_runs
     from diffpure.experiments.load import verify_run
