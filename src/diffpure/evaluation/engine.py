@@ -125,7 +125,7 @@ class Ray:
                     running[remote.remote(job, unit, work.batch(unit), count, self.gpus > 0)] = unit
                 ready, _ = ray.wait(list(running), num_returns=1, timeout=_PULSE)
                 if not ready and not _alive(head):
-                    started = _abandon(ray)
+                    started = _abandon()
                     raise InputError(
                         f"The head of the Ray cluster at {head} is gone; start one and run the same command again, "
                         "which goes on from the units that are finished."
@@ -217,10 +217,19 @@ def _alive(head: str) -> bool:
     return True
 
 
-def _abandon(ray: Any) -> bool:
-    """Leave a cluster without a head as it is: shutting it down would wait for the head, now and at exit; False."""
-    atexit.unregister(ray.shutdown)
+def _abandon() -> bool:
+    """Leave a cluster without a head as it is; False.
+
+    Ray's own shutdown would wait for the head and then abort, so at its exit the process ends at once instead.
+    """
+    atexit.register(_leave)
     return False
+
+
+def _leave() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _unreachable(address: str, error: Exception) -> InputError:
