@@ -37,7 +37,7 @@ from diffpure.attacks import PGD, Square
 from diffpure.classifiers.load import load_classifier
 from diffpure.evaluation.evaluate import run as run_evaluation
 from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import ROWS, SUMMARY, Row, _checksum, read_rows
+from diffpure.evaluation.rows import ROWS, SUMMARY, _checksum, read_rows
 from diffpure.evaluation.setup import Evaluation, Settings, set_up
 from diffpure.evaluation.verify import verify
 from diffpure.evaluation.verify_files import verify_files
@@ -92,7 +92,9 @@ def junk(draw: random.Random, depth: int = 0) -> Any:
         case 3 | 4:
             return [junk(draw, depth + 1) for _ in range(draw.randrange(4))]
         case _:
-            return {draw.choice((*WORDS, "kind", "name", "eps")): junk(draw, depth + 1) for _ in range(draw.randrange(4))}
+            return {
+                draw.choice((*WORDS, "kind", "name", "eps")): junk(draw, depth + 1) for _ in range(draw.randrange(4))
+            }
 
 
 def changed(draw: random.Random, value: Any) -> Any:
@@ -162,7 +164,8 @@ def specs(draw: random.Random, folder: Path) -> None:
     if (spec := accepted(EvaluationSpec.of, table)) is not None:
         again = EvaluationSpec.of(spec.plain())
         assert again.hash == spec.hash, "a spec and its plain form have different names"
-        assert "/" not in spec.folder_name and spec.folder_name.strip("."), spec.folder_name
+        assert "/" not in spec.folder_name, spec.folder_name
+        assert spec.folder_name.strip("."), spec.folder_name
         accepted(spec.tiny)
     plain = _shipped()[draw.choice(sorted(_shipped()))]
     for _ in range(draw.choice((1, 1, 2, 5))):
@@ -197,7 +200,9 @@ def honest() -> tuple[Evaluation, Path]:
     """A small evaluation and the folder of its run, made once per process."""
     images = torch.rand(5, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     settings = Settings(batch=2, per_call=8, rules=("one-shot",), name="fuzzed", spec=EvaluationSpec.of(SPEC).plain())
-    work = set_up(Halves(), images, Halves()(images).argmax(1), "linf 8/255", [PGD(iterations=2), Square(queries=3)], settings)
+    work = set_up(
+        Halves(), images, Halves()(images).argmax(1), "linf 8/255", [PGD(iterations=2), Square(queries=3)], settings
+    )
     folder = Path(tempfile.mkdtemp(prefix="diffpure-fuzz-")) / "run"
     result = run_evaluation(work, folder)
     some = {"pictures": torch.zeros(1, 2, 3, 4, 4, dtype=torch.uint8).numpy(), "labels": torch.zeros(2).long().numpy()}
@@ -246,7 +251,9 @@ def _lines(draw: random.Random, run: Path) -> None:
         case 2:
             lines[i], lines[j] = lines[j], lines[i]
         case _:
-            lines[i] = draw.choice((b"\xff\xfe\n", b"[" * 50_000 + b"\n", b"null\n", b"\n", b'{"header": {}}\n', b"1e999\n"))
+            lines[i] = draw.choice(
+                (b"\xff\xfe\n", b"[" * 50_000 + b"\n", b"null\n", b"\n", b'{"header": {}}\n', b"1e999\n")
+            )
     (run / ROWS).write_bytes(b"".join(lines))
 
 
@@ -340,8 +347,10 @@ def accepted(function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except dp.InputError as error:
-        assert str(error).endswith((".", "?")) and len(str(error)) < 20_000, f"no sentence: {str(error)[:300]!r}"
-        return None
+        said = str(error)
+    assert said.endswith((".", "?")), f"no sentence: {said[:300]!r}"
+    assert len(said) < 2_100, f"a sentence of {len(said)} characters: {said[:300]!r}"
+    return None
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 import zipfile
 from functools import partial
@@ -322,7 +325,7 @@ def test_a_folder_has_one_writer_at_a_time(tmp_path):
     other.start()
     try:
         assert ready.wait(60)
-        with pytest.raises(InputError, match="Another process is writing to .*; wait for it or give a new folder"):
+        with pytest.raises(InputError, match=r"Another process is writing to .*; wait for it or give a new folder"):
             run_toy(tmp_path / "r")
         assert list((tmp_path / "r").iterdir()) == []
     finally:
@@ -428,3 +431,56 @@ def test_a_listener_that_answers_is_left_to_ray():
         answering.join()
     _knock("auto")
     assert Ray(address="auto").device == "cpu"
+
+
+HEADLESS = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import torch
+import diffpure as dp
+from diffpure.evaluation.engine import Ray
+
+DRIVER, BEGUN = os.getpid(), Path(sys.argv[1])
+
+class Slow(torch.nn.Module):
+    def forward(self, x):
+        if os.getpid() != DRIVER:
+            BEGUN.touch()
+            time.sleep(600)
+        return torch.stack([x.mean((1, 2, 3)), x.amax((1, 2, 3))], 1)
+
+def children(name):
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            if name in words[0] and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == DRIVER:
+                yield int(entry.name)
+        except OSError:
+            continue
+
+def behead():
+    while not BEGUN.exists():
+        time.sleep(0.1)
+    for pid in children(b"gcs_server"):
+        os.kill(pid, signal.SIGKILL)
+
+threading.Thread(target=behead, daemon=True).start()
+x = torch.rand(4, 3, 8, 8)
+try:
+    dp.evaluate(Slow(), x, torch.zeros(4).long(), "linf 0.1", (), rules=["one-shot"], batch=2, engine=Ray(workers=2))
+except dp.InputError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are found in /proc")
+def test_the_death_of_the_head_of_a_ray_cluster_ends_in_one_sentence(tmp_path):
+    pytest.importorskip("ray", reason="Ray is an optional extra")
+    script = tmp_path / "headless.py"
+    script.write_text(HEADLESS)
+    command = [sys.executable, script, tmp_path / "begun"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stderr
+    assert re.fullmatch(
+        r"The head of the Ray cluster at .* is gone; start one and run the same command again, .*\n", done.stdout
+    )

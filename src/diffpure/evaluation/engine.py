@@ -148,7 +148,11 @@ class Ray:
         # Workers on this machine find what this process finds, also the module of a user's own model.
         paths = os.pathsep.join(path for path in sys.path if path)
         # "local": never a cluster that somebody else left running here.
-        own: dict[str, Any] = {"address": "local", "include_dashboard": False, "runtime_env": {"env_vars": {"PYTHONPATH": paths}}}
+        own: dict[str, Any] = {
+            "address": "local",
+            "include_dashboard": False,
+            "runtime_env": {"env_vars": {"PYTHONPATH": paths}},
+        }
         if self.workers is not None:
             own["num_cpus"] = max(1, round(self.workers * self._cpus))
         if self.address is not None:

@@ -39,6 +39,7 @@ _HEADER: Final = {
     "model": "table", "attacks": "table", "indices": "numbers", "seeds": "numbers", "batch": "count",
     "per_call": "count", "threads": "count", "threat": "text", "data": "text",
 }  # fmt: skip
+_MOST: Final = {"threads": 1024}  # more would take a machine down before they compute anything
 
 
 @final
@@ -266,9 +267,10 @@ def _checked(header: Any, path: Path) -> dict[str, Any]:
     for key, kind in _HEADER.items():
         value = header.get(key)
         whole = isinstance(value, list) and all(type(v) is int for v in value) and len(set(value)) == len(value) > 0
-        fits = {"numbers": whole, "count": type(value) is int and value > 0, "table": isinstance(value, dict)}
+        count = type(value) is int and 0 < value <= _MOST.get(key, math.inf)
+        fits = {"numbers": whole, "count": count, "table": isinstance(value, dict)}
         if not fits.get(kind, isinstance(value, str)):
-            raise InputError(f"The header of {path} is damaged: its {key!r} is {value!r}.")
+            raise InputError(f"The header of {path} is damaged: its {key!r} is {_cut(value)}.")
     for name, about in {"the model": header["model"], **header["attacks"]}.items():
         if not isinstance(about, dict) or not {"title", "gradient", "approximate"} <= about.keys():
             raise InputError(f"The header of {path} is damaged: it says {_cut(about)} of {name}.")
