@@ -370,6 +370,8 @@ class Broken(nn.Module):
 def test_a_defence_fails_closed_where_a_score_is_not_a_number():
     with pytest.raises(InputError, match="NaN or infinite"):
         defense(Broken(lambda s: s * float("nan")))(images(2))
+    alone = defense(Broken(lambda s: s * float("nan"))).purifier  # says what its network says, as documented
+    assert alone(images(2)).isnan().all()
 
 
 @pytest.mark.parametrize("wrong", [lambda s: s[:1], lambda s: s[:, :1], lambda s: s.mean((2, 3), keepdim=True)])
@@ -433,7 +435,7 @@ def test_a_listener_that_answers_is_left_to_ray():
     assert Ray(address="auto").device == "cpu"
 
 
-HEADLESS = """
+HEADLESS = r"""
 import os, signal, sys, threading, time
 from pathlib import Path
 import torch
