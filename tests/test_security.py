@@ -113,6 +113,8 @@ def hostile(tmp_path_factory) -> dict[str, tuple[Path, Path, Path]]:
             name = str(program)
         spec = folder / "spec.toml"
         spec.write_text(SPEC.format(classifier=name))
+        defended = spec.read_text().replace("[data]", 'score = "cifar10-small"\n\n[data]')
+        spec.with_name("defended.toml").write_text(defended)
         result = invoke("evaluate", spec, "--out", folder / "runs", "--allow-code")
         assert result.exit_code == 0, said(result)
         assert marker.exists(), "the program does nothing, so the test proves nothing"
@@ -127,7 +129,7 @@ COMMANDS = {
     "evaluate --estimate": lambda spec, run, out: ("evaluate", spec, "--estimate"),
     "attack": lambda spec, run, out: ("attack", spec, "--out", out),
     "audit": lambda spec, run, out: ("audit", spec),
-    "suggest-t": lambda spec, run, out: ("suggest-t", spec),
+    "suggest-t": lambda spec, run, out: ("suggest-t", spec.with_name("defended.toml")),
     "verify": lambda spec, run, out: ("verify", run),
     "verify --again": lambda spec, run, out: ("verify", run, "--again", 1),
 }
@@ -257,7 +259,7 @@ def test_a_run_without_its_weights_or_data_says_what_is_missing_and_what_can_be_
 
 def test_other_versions_are_told_and_prove_nothing(honest, tmp_path):
     run = edited(honest, tmp_path / "run", lambda h: h.update(versions={"torch": "1.0"}, machine={"device": "cuda:0"}))
-    result = invoke("verify", run)
+    result = invoke("verify", run, "--device", "cpu")
     assert result.exit_code == 0, said(result)
     assert "note the run was made with torch 1.0, this check with diffpure" in said(result)
     assert "note the run was made with device cuda:0, this check with device cpu" in said(result)

@@ -196,10 +196,12 @@ def verify(
     folders, found = find_runs(runs), {}
     for run in folders:
         try:
-            loader = make_loader(_device_of(run) if device == "auto" else device, allow_code, base)
-            with Bars(quiet) as bars:
-                tick = partial(bars, run.name)
-                checked = verify_files(run) if rows_only else verify_run(run, loader, again=again, progress=tick)
+            if rows_only:
+                checked = verify_files(run)
+            else:
+                loader = make_loader(_device_of(run) if device == "auto" else device, allow_code, base)
+                with Bars(quiet) as bars:
+                    checked = verify_run(run, loader, again=again, progress=partial(bars, run.name))
             found[str(run)] = {**vars(checked), "passed": checked.passed}
             text = str(checked)
         except InputError as error:
