@@ -1,9 +1,8 @@
-"""The user's cache, files that are there whole or not at all, downloads that go on, and errors as one sentence."""
+"""The user's cache, files that are there whole or not at all, folders with one writer, downloads that go on."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import threading
@@ -62,14 +61,33 @@ def one_sentence(path: Path) -> Iterator[None]:
 
 
 def hold(folder: Path) -> int:
-    """Hold a folder for this process alone; closing the descriptor gives it back, and so does the process's end."""
-    lock = os.open(folder, os.O_RDONLY)
+    """Hold a folder for this process until the descriptor that is returned is closed or the process ends.
+
+    Where the system has no such locks (Windows, some network file systems) the folder is held by agreement alone.
+    """
+    descriptor = os.open(folder, os.O_RDONLY) if os.name != "nt" else os.open(os.devnull, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        os.close(lock)
+        os.close(descriptor)
         raise InputError(f"Another process is writing to {folder}; wait for it or give a new folder.") from error
-    return lock
+    except (ImportError, OSError):
+        pass
+    return descriptor
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder, made where it is missing, for this process: one at a time writes to it."""
+    with one_sentence(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = hold(folder)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

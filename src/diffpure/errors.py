@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Final
+
+_LONGEST: Final = 2000  # characters of a message: a value out of a stranger's file may have any length
 
 
 class InputError(ValueError):
     """What the caller gave cannot be used; the message is one sentence that says what is accepted."""
+
+    def __init__(self, message: str = "") -> None:
+        cut = message if len(message) <= _LONGEST else f"{message[: _LONGEST // 2]} … {message[-_LONGEST // 2 :]}"
+        super().__init__(cut)
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> InputError:

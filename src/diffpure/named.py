@@ -12,6 +12,7 @@ other way: a value as plain data, its non-default fields only, so that a new fie
 from __future__ import annotations
 
 import re
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -42,8 +43,8 @@ def make(value: Any, cls: type[Any], registry: Mapping[str, Any], what: str) -> 
 def lookup(name: Any, registry: Mapping[str, Any], what: str) -> Any:
     """The member of that name, or of that class name."""
     by_class = {getattr(member, "__name__", key).lower(): key for key, member in registry.items()}
-    key = name if name in registry else by_class.get(str(name).lower(), name)
-    if key not in registry:
+    key = name if isinstance(name, str) and name in registry else by_class.get(str(name).lower(), name)
+    if not isinstance(name, str) or key not in registry:
         raise unknown(what, name, registry)
     return registry[key]
 
@@ -169,6 +170,15 @@ def short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else brief(value)
 
 
+def too_deep(value: Any, levels: int = 32) -> bool:
+    """Whether plain data is nested deeper than anybody writes it, so that whoever walks it might not come back."""
+    level = [value]
+    for _ in range(levels):
+        inner = [v.values() if isinstance(v, Mapping) else v for v in level if isinstance(v, Mapping | list | tuple)]
+        level = [v for items in inner for v in items]
+    return bool(level)
+
+
 def _owner(what: str) -> str:
     return what.partition(" of ")[2] or what
 
@@ -203,7 +213,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if isinstance(value, bool) and hint is not bool:
         return hint is object
     if hint is float:
-        return isinstance(value, int | float)
+        return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
     plain = origin or hint
     return not isinstance(plain, type) or isinstance(value, plain)
 

@@ -110,7 +110,8 @@ class PurifierBase(nn.Module, ABC):
     def with_gradient(self, gradient: Gradient) -> Self:
         """The same purifier (sharing its weights) with another gradient mode."""
         other = copy.copy(self)
-        other._modules = dict(self._modules)  # a copy shares the table of its modules
+        # A copy shares the tables of its modules, buffers and hooks, and so would change with the other.
+        vars(other).update({key: copy.copy(value) for key, value in vars(self).items() if isinstance(value, dict)})
         other.gradient = gradient_mode(gradient)
         return other
 

@@ -35,6 +35,8 @@ def as_images(given: Any, channels: int | None = None, dtype: torch.dtype | None
     if low < -TOLERANCE or high > 1 + TOLERANCE:
         hint = "; divide 8-bit images by 255" if high > 2 else ""
         raise InputError(f"Images are in [0, 1], got values from {low:.4g} to {high:.4g}{hint}.")
+    if images.is_inference() and not torch.is_inference_mode_enabled():
+        images = images.clone()  # autograd takes no tensor that inference mode made
     half = images.dtype in (torch.float16, torch.bfloat16)
     return images.to(dtype or (torch.float32 if half else images.dtype))
 

@@ -209,6 +209,8 @@ class Attack(ABC):
 
         `limit` bounds what one image may cost: a step that would exceed it is not taken.
         """
+        if self.uses_gradients and torch.is_inference_mode_enabled():
+            raise InputError("An attack follows gradients, which torch.inference_mode() forbids; use torch.no_grad().")
         x = as_images(x).detach().clamp(0, 1)
         y = as_labels(y, len(x)).to(x.device)
         if resume is None:

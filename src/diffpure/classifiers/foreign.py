@@ -124,8 +124,8 @@ def is_torchscript(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return any("/code/" in entry for entry in archive.namelist())
-    except (OSError, ValueError, zipfile.BadZipFile):
-        return False
+    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile):
+        return False  # whatever it is, it is not run
 
 
 def is_onnx(path: Path) -> bool:

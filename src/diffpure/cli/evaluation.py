@@ -175,6 +175,9 @@ def _write_pngs(folder: Path, to: Path | None, quiet: bool = False) -> None:
 def verify(
     runs: Annotated[list[Path], typer.Argument(help="Folders of finished evaluations, or folders of such folders.")],
     again: Annotated[int, typer.Option(min=0, help="Attacked batches per run, chosen at random, to compute anew.")] = 0,
+    rows_only: Annotated[
+        bool, typer.Option("--rows-only", help="Check the files alone, without the model and the data.")
+    ] = False,
     base: Annotated[Path | None, typer.Option(help="The folder that paths in the runs' specs start from.")] = None,
     device: Device = "auto",
     allow_code: AllowCode = False,
@@ -185,14 +188,20 @@ def verify(
     """Check runs from their files: what is proven, and what is only claimed."""
     use_threads(threads)
     from diffpure.evaluation.catalogue import find_runs
+    from diffpure.evaluation.verify_files import verify_files
     from diffpure.experiments.load import verify_run
 
+    if rows_only and (again or allow_code):
+        raise InputError("--rows-only asks no model, so that --again and --allow-code have nothing to do with it.")
     folders, found = find_runs(runs), {}
     for run in folders:
         try:
-            loader = make_loader(_device_of(run) if device == "auto" else device, allow_code, base)
-            with Bars(quiet) as bars:
-                checked = verify_run(run, loader, again=again, progress=partial(bars, run.name))
+            if rows_only:
+                checked = verify_files(run)
+            else:
+                loader = make_loader(_device_of(run) if device == "auto" else device, allow_code, base)
+                with Bars(quiet) as bars:
+                    checked = verify_run(run, loader, again=again, progress=partial(bars, run.name))
             found[str(run)] = {**vars(checked), "passed": checked.passed}
             text = str(checked)
         except InputError as error:

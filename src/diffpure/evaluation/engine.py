@@ -7,6 +7,7 @@ worker that held it is lost.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import socket
@@ -14,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, final
+from typing import Any, Final, Protocol, final
 
 import torch
 from torch import nn
@@ -26,6 +27,8 @@ from diffpure.evaluation.setup import Evaluation
 from diffpure.evaluation.units import Batch, Done, Job, Unit, compute, device_of, threads
 
 Step = Callable[[Unit, int, int], None]  # (unit, step, of)
+_PULSE: Final = 5.0  # seconds without a result after which the head is asked whether it is there
+_HTTP2: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # and empty settings
 
 
 @final
@@ -114,13 +117,19 @@ class Ray:
         try:
             remote = ray.remote(num_cpus=self._cpus, num_gpus=self.gpus, max_retries=self.retries)(_task)
             job, count = ray.put(work.job), torch.get_num_threads()
-            waiting = list(reversed(units))
+            waiting, head = list(reversed(units)), self._head(ray)
             running: dict[Any, Unit] = {}
             while waiting or running:
                 while waiting and len(running) < self._window(ray):
                     unit = waiting.pop()
                     running[remote.remote(job, unit, work.batch(unit), count, self.gpus > 0)] = unit
-                ready, _ = ray.wait(list(running), num_returns=1)
+                ready, _ = ray.wait(list(running), num_returns=1, timeout=_PULSE)
+                if not ready and not _alive(head):
+                    started = _abandon()
+                    raise InputError(
+                        f"The head of the Ray cluster at {head} is gone; start one and run the same command again, "
+                        "which goes on from the units that are finished."
+                    )
                 for reference in ready:
                     unit = running.pop(reference)
                     done = _result(ray, reference)
@@ -138,16 +147,26 @@ class Ray:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         # Workers on this machine find what this process finds, also the module of a user's own model.
         paths = os.pathsep.join(path for path in sys.path if path)
-        own: dict[str, Any] = {"include_dashboard": False, "runtime_env": {"env_vars": {"PYTHONPATH": paths}}}
+        # "local": never a cluster that somebody else left running here.
+        own: dict[str, Any] = {
+            "address": "local",
+            "include_dashboard": False,
+            "runtime_env": {"env_vars": {"PYTHONPATH": paths}},
+        }
         if self.workers is not None:
             own["num_cpus"] = max(1, round(self.workers * self._cpus))
         if self.address is not None:
             _knock(self.address)
         try:
             ray.init(**({"address": self.address} if self.address else own), log_to_driver=False, logging_level="ERROR")
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise _unreachable(self.address or "this machine", error) from error
         return True
+
+    def _head(self, ray: Any) -> str:
+        """Where the head of the cluster listens."""
+        through = self.address is not None and self.address.startswith("ray://")
+        return str(self.address if through else ray.get_runtime_context().gcs_address)
 
     @property
     def _cpus(self) -> float:
@@ -172,15 +191,49 @@ def _ray() -> Any:
         raise InputError('The Ray engine needs Ray; install it with `pip install "diffpure[ray]"`.') from error
 
 
-def _knock(address: str) -> None:
-    """Refuse an address where nobody listens: Ray itself would go on asking for minutes."""
+def _knock(address: str, seconds: float = 10.0) -> None:
+    """Refuse an address where nobody listens, or one where nobody answers: Ray itself would go on asking for minutes.
+
+    Whoever speaks HTTP/2, as every part of Ray does, answers its opening at once; a connection that is closed instead
+    (which may want TLS) is left to Ray.
+    """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdigit():
         return  # "auto" and the like, which Ray resolves
     try:
-        socket.create_connection((host, int(port)), timeout=10).close()
-    except OSError as error:
+        with socket.create_connection((host, int(port)), timeout=seconds) as connection:
+            connection.sendall(_HTTP2)
+            connection.recv(1)
+    except ConnectionResetError:
+        return
+    except TimeoutError as error:
+        raise _unreachable(address, TimeoutError(f"no answer within {seconds:g} s")) from error
+    except (OSError, OverflowError) as error:
         raise _unreachable(address, error) from error
+
+
+def _alive(head: str) -> bool:
+    """Whether the head of a cluster still answers; when it does not, Ray ends the process within a minute."""
+    try:
+        _knock(head)
+    except InputError:
+        return False
+    return True
+
+
+def _abandon() -> bool:
+    """Leave a cluster without a head as it is; False.
+
+    Ray's own shutdown would wait for the head and then abort, so at its exit the process ends at once instead.
+    """
+    atexit.register(_leave)
+    return False
+
+
+def _leave() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _unreachable(address: str, error: Exception) -> InputError:

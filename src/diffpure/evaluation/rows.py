@@ -25,6 +25,7 @@ from typing import Any, Final, final
 
 from diffpure.disk import one_sentence
 from diffpure.errors import InputError, unknown
+from diffpure.named import too_deep
 
 CLEAN: Final = "clean"  # the name of the attack that changes nothing
 WORST: Final = "worst case"  # per image, over clean and all attacks
@@ -38,6 +39,7 @@ _HEADER: Final = {
     "model": "table", "attacks": "table", "indices": "numbers", "seeds": "numbers", "batch": "count",
     "per_call": "count", "threads": "count", "threat": "text", "data": "text",
 }  # fmt: skip
+_MOST: Final = {"threads": 1024}  # more would take a machine down before they compute anything
 
 
 @final
@@ -121,14 +123,34 @@ class Row:
         if (missing := known - data.keys()) or (extra := data.keys() - known - {"sum"}):
             raise InputError(f"This is no row of an evaluation: its keys differ in {', '.join(missing or extra)}.")
         values = {k: v for k, v in data.items() if k != "sum"}
+        if wrong := [name for name, kind in _KINDS.items() if not kind(values[name])]:
+            raise InputError(f"This is no row of an evaluation: its {wrong[0]} is {_cut(values[wrong[0]])}.")
         if data.get("sum") != _checksum({k: v for k, v in values.items() if k != "seconds"}):
             where = f"image {data['image']}, attack {data['attack']}, seed {data['seed']}"
             raise InputError(f"The row of {where} was edited: its checksum is not that of its content.")
-        try:
-            averages = {int(n): int(k) for n, k in values["averages"].items()}
-            return cls(**{**values, "predictions": tuple(map(int, values["predictions"])), "averages": averages})
-        except (TypeError, ValueError, AttributeError) as error:
-            raise InputError(f"This is no row of an evaluation ({error}).") from error
+        averages = {int(n): k for n, k in values["averages"].items()}
+        return cls(**{**values, "predictions": tuple(values["predictions"]), "averages": averages})
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int and abs(value) < 1 << 64
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < math.inf
+
+
+# What the fields of a row are, where a file holds them.
+_KINDS: Final[dict[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys((f.name for f in fields(Row) if f.type == "int"), _whole),
+    **dict.fromkeys((f.name for f in fields(Row) if f.type == "float"), _number),
+    **dict.fromkeys((f.name for f in fields(Row) if f.type == "bool"), lambda value: type(value) is bool),
+    "attack": lambda value: isinstance(value, str),
+    "predictions": lambda value: isinstance(value, list) and value != [] and all(map(_whole, value)),
+    "averages": lambda value: (
+        isinstance(value, dict) and all(re.fullmatch(r"\d{1,9}", n) and _whole(k) for n, k in value.items())
+    ),
+}
 
 
 def _checksum(data: Mapping[str, Any]) -> str:
@@ -221,13 +243,12 @@ def read_rows(path: str | Path, on_bad: Callable[[str], None] | None = None) -> 
     path = Path(path) / ROWS if Path(path).is_dir() else Path(path)
     if not path.is_file():
         raise InputError(f"There is no run of an evaluation at {path}.")
-    with one_sentence(path), path.open(encoding="utf-8") as file:
+    with one_sentence(path), path.open("rb") as file:
         try:
-            header = _checked(json.loads(file.readline())["header"], path)
-        except (ValueError, KeyError, TypeError) as error:
-            if isinstance(error, InputError):
-                raise
+            header = _parsed(file.readline(), path)["header"]
+        except (InputError, KeyError) as error:
             raise InputError(f"{path} does not begin with the header of an evaluation.") from error
+        header = _checked(header, path)
         rows = []
         for line in file:
             try:
@@ -246,27 +267,34 @@ def _checked(header: Any, path: Path) -> dict[str, Any]:
     for key, kind in _HEADER.items():
         value = header.get(key)
         whole = isinstance(value, list) and all(type(v) is int for v in value) and len(set(value)) == len(value) > 0
-        fits = {"numbers": whole, "count": type(value) is int and value > 0, "table": isinstance(value, dict)}
+        count = type(value) is int and 0 < value <= _MOST.get(key, math.inf)
+        fits = {"numbers": whole, "count": count, "table": isinstance(value, dict)}
         if not fits.get(kind, isinstance(value, str)):
-            raise InputError(f"The header of {path} is damaged: its {key!r} is {value!r}.")
+            raise InputError(f"The header of {path} is damaged: its {key!r} is {_cut(value)}.")
     for name, about in {"the model": header["model"], **header["attacks"]}.items():
         if not isinstance(about, dict) or not {"title", "gradient", "approximate"} <= about.keys():
-            raise InputError(f"The header of {path} is damaged: it says {about!r} of {name}.")
+            raise InputError(f"The header of {path} is damaged: it says {_cut(about)} of {name}.")
     for key, table in (("parts", header["model"].get("parts")), ("machine", header.get("machine", {}))):
         if not isinstance(table, dict):
-            raise InputError(f"The header of {path} is damaged: its {key!r} is {table!r}.")
+            raise InputError(f"The header of {path} is damaged: its {key!r} is {_cut(table)}.")
     if not isinstance(header.get("rules"), list) or not header["rules"]:
-        raise InputError(f"The header of {path} is damaged: its 'rules' are {header.get('rules')!r}.")
+        raise InputError(f"The header of {path} is damaged: its 'rules' are {_cut(header.get('rules'))}.")
     for rule in header["rules"]:
         Rule.parse(rule)
     return header
 
 
-def _parsed(line: str, path: Path) -> dict[str, Any]:
+def _cut(value: Any) -> str:
+    """A value as a sentence can hold it."""
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:80]} …"
+
+
+def _parsed(line: bytes, path: Path) -> dict[str, Any]:
     try:
         data = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} holds a line that is no JSON: {line.strip()[:40]!r}.") from error
-    if not isinstance(data, dict):
+    if not isinstance(data, dict) or too_deep(data):
         raise InputError(f"{path} holds a line that is no row: {line.strip()[:40]!r}.")
     return data

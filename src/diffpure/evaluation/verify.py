@@ -12,7 +12,9 @@ claimed     that the attack was run as the header says (without again), times, d
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,6 +56,7 @@ class Verification:
     problems: tuple[str, ...]
     proven: tuple[str, ...] = ()
     claimed: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()  # what may explain a difference
 
     @property
     def passed(self) -> bool:
@@ -61,11 +64,12 @@ class Verification:
         return not self.problems
 
     def __str__(self) -> str:
+        remarks = [f"  note     {text}" for text in self.remarks]
         if not self.passed:
-            return "\n".join([f"{len(self.problems)} problems:", *self.problems])
+            return "\n".join([f"{len(self.problems)} problems:", *self.problems, *remarks])
         lines = [f"{self.rows} rows and {self.images} adversarial images are what the run says they are."]
         lines += [f"  proven   {text}" for text in self.proven]
-        return "\n".join(lines + [f"  claimed  {text}" for text in self.claimed])
+        return "\n".join([*lines, *(f"  claimed  {text}" for text in self.claimed), *remarks])
 
 
 def verify(
@@ -83,8 +87,9 @@ def verify(
     header, rows = read_rows(folder, on_bad=problems.append)
     if wrong := list(_header_problems(header, evaluation.header)):
         return Verification(len(rows), 0, (*problems, *wrong))
-    evaluation = evaluation.planned(header)
-    problems += _row_problems(rows, evaluation)
+    here, evaluation = evaluation.header, evaluation.planned(header)
+    labels = dict(zip(evaluation.indices, evaluation.labels.tolist(), strict=True))
+    problems += row_problems(header, rows, labels)
     by_key, count, units = {row.key: row for row in rows}, 0, evaluation.units
     attacked = [unit for unit in units if unit.attack != CLEAN]
     repeated = random.SystemRandom().sample(attacked, min(again, len(attacked)))
@@ -98,10 +103,26 @@ def verify(
         problems += found
         if progress is not None:
             progress(done + 1, len(units) + len(repeated))
-    problems += _summary_problems(folder, header, by_key)
+    problems += summary_problems(folder, header, by_key)
     extra = (AGAIN.format(n=len(repeated), total=len(attacked)),) if repeated else ()
     claimed = CLAIMED if len(repeated) == len(attacked) else (CLAIMED_ATTACK, *CLAIMED)
-    return Verification(len(rows), count, tuple(dict.fromkeys(problems)), (*PROVEN, *extra), claimed)
+    remarks = tuple(_remarks(header, here))
+    return Verification(len(rows), count, tuple(dict.fromkeys(problems)), (*PROVEN, *extra), claimed, remarks)
+
+
+def _remarks(header: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    """Other versions or another machine than those of the run, which may round otherwise."""
+    for key in ("versions", "machine"):
+        said, mine = header.get(key), here[key]
+        if said != mine:
+            told = (_words(table) if isinstance(table, Mapping) else "nothing" for table in (said, mine))
+            yield "the run was made with {}, this check with {}: another rounding can change a close decision".format(
+                *told
+            )
+
+
+def _words(table: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in table.items())
 
 
 def _header_problems(header: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
@@ -116,19 +137,25 @@ def _header_problems(header: Mapping[str, Any], expected: Mapping[str, Any]) -> 
         yield "The header describes the model otherwise than it is."
 
 
-def _row_problems(rows: Sequence[Row], evaluation: Evaluation) -> Iterator[str]:
-    labels = dict(zip(evaluation.indices, evaluation.labels.tolist(), strict=True))
-    expected = {key for unit in evaluation.units for key in evaluation.keys(unit)}
-    for key, count in Counter(row.key for row in rows).items():
+def row_problems(
+    header: Mapping[str, Any], rows: Sequence[Row], labels: Mapping[int, int], origin: str = "the data say"
+) -> Iterator[str]:
+    """Rows that are missing, that stand there twice or are no part of the run, or whose label is another."""
+    kinds = header["seeds"], header["indices"], (CLEAN, *header["attacks"])
+    sets, counts = [set(kind) for kind in kinds], Counter(row.key for row in rows)
+    found = {key for key in counts if all(value in kind for value, kind in zip(key, sets, strict=True))}
+    for key, count in counts.items():
         if count > 1:
-            yield f"There are {count} rows of {_where(key)}."
-        if key not in expected:
-            yield f"There is a row of {_where(key)}, which is no part of this run."
-    if missing := expected - {row.key for row in rows}:
-        yield f"{len(missing)} rows are missing, that of {_where(min(missing))} first."
+            yield f"There are {count} rows of {where(key)}."
+        if key not in found:
+            yield f"There is a row of {where(key)}, which is no part of this run."
+    if missing := math.prod(map(len, sets)) - len(found):
+        # One after the other: a header may name more rows than any memory holds.
+        first = next(key for key in itertools.product(*map(sorted, kinds)) if key not in found)
+        yield f"{missing} rows are missing, that of {where(first)} first."
     for row in rows:
         if row.image in labels and row.label != labels[row.image]:
-            yield f"The row of {_where(row.key)} says label {row.label}, but the data say {labels[row.image]}."
+            yield f"The row of {where(row.key)} says label {row.label}, but {origin} {labels[row.image]}."
 
 
 def _unit_problems(folder: Path, evaluation: Evaluation, unit: Unit, rows: Rows) -> tuple[list[str], int]:
@@ -148,9 +175,9 @@ def _unit_problems(folder: Path, evaluation: Evaluation, unit: Unit, rows: Rows)
         if row is None:
             continue
         if any(getattr(row, name) != value for name, value in predictions.of(i).items()):
-            problems.append(f"The decisions in the row of {_where(key)} are not what the model says of that image.")
+            problems.append(f"The decisions in the row of {where(key)} are not what the model says of that image.")
         if sizes and row.within and row.size != sizes[i]:
-            problems.append(f"The row of {_where(key)} says size {row.size}, but the perturbation has {sizes[i]}.")
+            problems.append(f"The row of {where(key)} says size {row.size}, but the perturbation has {sizes[i]}.")
     return problems, len(sizes)
 
 
@@ -160,7 +187,7 @@ def _again_problems(folder: Path, evaluation: Evaluation, unit: Unit, rows: Rows
     for row in done.rows:
         said = rows.get(row.key)
         if said is None or replace(said, seconds=0.0) != replace(row, seconds=0.0):
-            yield f"Computed again, the row of {_where(row.key)} is another one."
+            yield f"Computed again, the row of {where(row.key)} is another one."
     try:
         kept = read_tensors(folder / IMAGES / unit.file)
     except InputError:
@@ -183,13 +210,14 @@ def _adversarial(path: Path, evaluation: Evaluation, unit: Unit, batch: Batch) -
     within, same = threat.within(batch.x, z), (threat.apply(batch.x, z) == images).flatten(1).all(1)
     for key, inside, made in zip(evaluation.keys(unit), within.tolist(), same.tolist(), strict=True):
         if not inside:
-            problems.append(f"The adversarial image of {_where(key)} lies outside the budget.")
+            problems.append(f"The adversarial image of {where(key)} lies outside the budget.")
         if not made:
-            problems.append(f"The adversarial image of {_where(key)} is not what its perturbation makes of the image.")
+            problems.append(f"The adversarial image of {where(key)} is not what its perturbation makes of the image.")
     return z, images, problems
 
 
-def _summary_problems(folder: Path, header: Mapping[str, Any], rows: Rows) -> Iterator[str]:
+def summary_problems(folder: Path, header: Mapping[str, Any], rows: Rows) -> Iterator[str]:
+    """What the rates, costs and warnings beside the rows are not."""
     path = folder / SUMMARY
     if not path.is_file():
         yield f"The run has no {SUMMARY}: it was not finished."
@@ -207,6 +235,7 @@ def _summary_problems(folder: Path, header: Mapping[str, Any], rows: Rows) -> It
         yield f"The rates in {SUMMARY} cannot be compared with the rows ({error})."
 
 
-def _where(key: tuple[int, int, str]) -> str:
+def where(key: tuple[int, int, str]) -> str:
+    """A row in words."""
     seed, image, attack = key
     return f"image {image}, attack {attack}, seed {seed}"

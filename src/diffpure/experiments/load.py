@@ -137,11 +137,14 @@ def verify_run(
     again: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verification:
-    """Check a run of a spec from its files alone."""
+    """Check a run of a spec: its files, and the model and images that it names where they are at hand here."""
     header, _ = read_rows(folder, on_bad=lambda _: None)
     if header.get("spec") is None:
         raise InputError(f"{folder} was made without a spec; check it with `dp.verify` and the model itself.")
-    evaluation = loader.evaluation(EvaluationSpec.of(header["spec"]), per_call=header["per_call"])
+    try:
+        evaluation = loader.evaluation(EvaluationSpec.of(header["spec"]), per_call=header["per_call"])
+    except InputError as error:
+        raise InputError(f"{str(error).rstrip('.')}; `--rows-only` checks what the files alone can show.") from error
     return verify(folder, evaluation, again=again, progress=progress)
 
 

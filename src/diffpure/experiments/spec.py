@@ -44,7 +44,7 @@ from diffpure.diffusion.samplers import sampler_of
 from diffpure.errors import InputError
 from diffpure.evaluation.rows import DEFAULT_RULES, Rule
 from diffpure.models.code import is_code
-from diffpure.named import changed, construct, lookup
+from diffpure.named import changed, construct, lookup, too_deep
 from diffpure.purifiers import PURIFIERS
 from diffpure.threats import Linf, ThreatModel, threat_of
 
@@ -185,6 +185,8 @@ class EvaluationSpec:
         """The spec in a table as TOML gives it, or `plain` did."""
         if not isinstance(table, Mapping):
             raise InputError(f"A spec is a table with [model], [data], [threat] and [[attacks]], got {table!r}.")
+        if too_deep(table):
+            raise InputError("A spec is a table of tables and values, not nested beyond all measure.")
         values = dict(table)
         if not isinstance(values.get("model"), Mapping):
             raise InputError("A spec needs a table [model] with a classifier.")
@@ -227,7 +229,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text("utf-8"))
     except OSError as error:
         raise InputError(f"The file {path} cannot be read ({error.strerror}).") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"The file {path} is no TOML file ({error}).") from error
 
 

@@ -39,7 +39,7 @@ from diffpure.evaluation.results import Result
 from diffpure.evaluation.rows import MINIMUM, ROWS, WORST, Rule
 from diffpure.experiments.load import run_folder
 from diffpure.experiments.spec import EvaluationSpec, read_toml
-from diffpure.named import construct
+from diffpure.named import construct, too_deep
 
 SMALL: Final = "small"  # the scale of the base itself
 
@@ -117,6 +117,8 @@ class Table:
     def of(cls, table: Mapping[str, Any]) -> Self:
         """The table in what TOML gives."""
         values = dict(table)
+        if too_deep(table):
+            raise InputError("A table is nested beyond all measure; it has [base], [[rows]] and what they set.")
         if not isinstance(values.get("rows"), list):
             raise InputError("A table needs [[rows]], each with a name.")
         values["rows"] = [_row(row) for row in values["rows"]]
@@ -226,7 +228,7 @@ def _row(table: Any) -> TableRow:
         raise InputError(f"A row of a table is a table with a name, got {table!r}.")
     values = dict(table)
     reported = values.get("reported", [])
-    reported = [reported] if isinstance(reported, Mapping) else reported
+    reported = reported if isinstance(reported, list) else [reported]
     values["reported"] = tuple(construct(Reported, each, "key of reported") for each in reported)
     made: TableRow = construct(TableRow, values, f"key of the row {values.get('name')!r}")
     for path, points in made.sweep.items():

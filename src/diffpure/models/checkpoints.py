@@ -78,9 +78,9 @@ def _safetensors(path: Path) -> State:
 
 
 def _pickle(path: Path, magic: bytes) -> Any:
-    if magic.startswith(b"PK") and not zipfile.is_zipfile(path):
-        raise _damaged(path)
     try:
+        if magic.startswith(b"PK"):
+            _refuse_compressed(path)
         with torch.serialization.safe_globals(_NUMBERS), warnings.catch_warnings(action="ignore"):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -91,8 +91,17 @@ def _pickle(path: Path, magic: bytes) -> Any:
             f"{path.name} is refused because it holds more than tensors ({wants[0]}), which could run code; "
             "convert it to safetensors where you trust it."
         ) from error
+    except InputError:
+        raise
     except Exception as error:  # a damaged pickle can fail in any way whatever
         raise _damaged(path) from error
+
+
+def _refuse_compressed(path: Path) -> None:
+    """Refuse a torch file that would grow as it is read: torch stores, it does not compress."""
+    with zipfile.ZipFile(path) as archive:
+        if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
+            raise InputError(f"{path.name} is compressed, so that a small file could fill the memory; save it anew.")
 
 
 def _damaged(path: Path) -> InputError:

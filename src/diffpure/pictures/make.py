@@ -29,6 +29,8 @@ def make_gallery(folder: str | Path, evaluation: Evaluation, count: int = 8) -> 
     folder, result = Path(folder), Result.load(folder)
     if evaluation.header["model"]["parts"] != result.header["model"]["parts"]:
         raise InputError("The model at hand is not that of the run.")
+    if evaluation.header["data"] != result.header["data"]:
+        raise InputError("The images at hand are not those of the run.")
     with threads(result.header["threads"]):
         made = _gallery(folder, result, evaluation.planned(result.header), count)
     made.save(folder, result.header)

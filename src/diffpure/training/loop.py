@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Self, final
@@ -32,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from diffpure.data.cifar10 import Images
-from diffpure.disk import write_whole
+from diffpure.disk import locked, write_whole
 from diffpure.errors import InputError
 from diffpure.models.checkpoints import digest
 from diffpure.named import brief
@@ -117,9 +117,25 @@ def train(
 ) -> State:
     """Train `model` in place to the end of the run and return the averaged weights.
 
-    An unfinished run in `run.folder` is continued. `report` is called with the averaged model at every checkpoint and
-    its sentence goes into the log. An interrupt from the keyboard is obeyed, and saved, at the end of the step.
+    An unfinished run in `run.folder` is continued; one process at a time trains there. `report` is called with the
+    averaged model at every checkpoint and its sentence goes into the log. An interrupt from the keyboard is obeyed,
+    and saved, at the end of the step.
     """
+    with locked(run.folder) if run.folder else nullcontext():
+        return _train(model, optimiser, batch, loss, schedule, run, report, console)
+
+
+def _train(
+    model: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    batch: Batch,
+    loss: Loss,
+    schedule: Schedule,
+    run: Run,
+    report: Callable[[nn.Module], str] | None,
+    console: Console | None,
+) -> State:
+    """The loop of `train`, once the folder of the run is held."""
     average = {name: value.detach().clone() for name, value in model.state_dict().items()}
     rates = [group["lr"] for group in optimiser.param_groups]
     file = run.folder / CHECKPOINT if run.folder else None
