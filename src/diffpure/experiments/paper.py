@@ -151,7 +151,7 @@ def sign_test(a: dict[int, bool], b: dict[int, bool]) -> float:
     only_a = sum(a[i] and not b[i] for i in a)
     only_b = sum(b[i] and not a[i] for i in a)
     n, few = only_a + only_b, min(only_a, only_b)
-    return min(1.0, 2 * sum(math.comb(n, k) for k in range(few + 1)) / 2**n)
+    return min(1.0, 2 * sum(math.comb(n, k) for k in range(few + 1)) * 0.5**n)
 
 
 def _p(p: float | None) -> str:
