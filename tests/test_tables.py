@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import binomtest
 from torch import Tensor, nn
 
 from diffpure.classifiers import foreign
@@ -19,7 +18,7 @@ from diffpure.data import sources
 from diffpure.errors import InputError
 from diffpure.experiments import measure, needs, search
 from diffpure.experiments.load import Loader, run_folder, run_spec
-from diffpure.experiments.paper import FULL, lacking, markdown, page, show, sign_test, tables, verdict
+from diffpure.experiments.paper import FULL, lacking, markdown, page, show, tables, verdict
 from diffpure.experiments.spec import EvaluationSpec
 from diffpure.experiments.table import SMALL, Claim, Entry, Table, shipped_tables
 from diffpure.models import resolve
@@ -127,14 +126,6 @@ def made_run(folder: Path, name: str, images: str) -> Any:
         }
     )
     return run_spec(spec, run_folder(spec, folder))
-
-
-@pytest.mark.parametrize(("a", "b"), [("1111100", "0000011"), ("1111", "1111"), ("11111111", "00000000"), ("10", "01")])
-def test_the_sign_test_is_scipys(a: str, b: str) -> None:
-    first, second = ({i: c == "1" for i, c in enumerate(text)} for text in (a, b))
-    ahead = sum(x == "1" and y == "0" for x, y in zip(a, b, strict=True))
-    n = ahead + sum(x == "0" and y == "1" for x, y in zip(a, b, strict=True))
-    assert sign_test(first, second) == pytest.approx(binomtest(ahead, n).pvalue if n else 1.0)
 
 
 def test_a_verdict_needs_its_runs_and_follows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

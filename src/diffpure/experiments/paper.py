@@ -1,22 +1,21 @@
 """The paper's tables and figures together: which are measured, whether their claims hold, and one page of all.
 
 A claim of the paper is an order of rows, not a number: "VP-SDE is more robust than VP-ODE". It is decided by the runs,
-image by image: of the images that one row gets right and the other wrong, n in all, how many favour each? Under no
-difference the count is binomial (n, ½), which gives the two-sided p of the sign test.
+image by image, with McNemar's exact test of the images on which the two rows disagree.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, final
 
+from diffpure.evaluation.compare import Pairs
 from diffpure.evaluation.results import Result
 from diffpure.experiments import measure, search
-from diffpure.experiments.needs import missing, sentence
+from diffpure.experiments.needs import missing
 from diffpure.experiments.table import EVALUATION, HEADINGS, SMALL, Claim, Table, shipped_tables
 
 PREFIX: Final = "paper/"
@@ -140,18 +139,10 @@ def verdict(table: Table, claim: Claim, runs: dict[str, Result]) -> str:
 
 
 def _compared(table: Table, claim: Claim, better: Result, worse: Result) -> tuple[float, float, float | None]:
-    """The two accuracies, and p of the sign test where both have the same images."""
+    """The two accuracies, and p of McNemar's test where both have the same images."""
     first, second = table.rate(better, claim.what).value, table.rate(worse, claim.what).value
     a, b = table.right(better, claim.what), table.right(worse, claim.what)
-    return first, second, sign_test(a, b) if a.keys() == b.keys() else None
-
-
-def sign_test(a: dict[int, bool], b: dict[int, bool]) -> float:
-    """The two-sided exact p of McNemar's test: Σ over counts as uneven as what was found, of binomial(n, ½)."""
-    only_a = sum(a[i] and not b[i] for i in a)
-    only_b = sum(b[i] and not a[i] for i in a)
-    n, few = only_a + only_b, min(only_a, only_b)
-    return min(1.0, 2 * sum(math.comb(n, k) for k in range(few + 1)) * 0.5**n)
+    return first, second, Pairs.of((a[i], b[i]) for i in a).p_value if a.keys() == b.keys() else None
 
 
 def _p(p: float | None) -> str:
@@ -205,4 +196,4 @@ def _lines(lines: Sequence[Sequence[str]]) -> Iterator[str]:
             yield "|" + "---|" * len(line)
 
 
-__all__ = ["FULL", "PREFIX", "Shown", "lacking", "markdown", "page", "sentence", "show", "sign_test", "tables"]
+__all__ = ["FULL", "PREFIX", "Shown", "lacking", "markdown", "page", "show", "tables"]
