@@ -18,6 +18,7 @@ from diffpure.cli import (
     images,
     machine,
     models,
+    paper,
     reporting,
     runs,
     start,
@@ -29,7 +30,7 @@ from diffpure.errors import InputError
 
 __all__ = ["app", "main"]
 COMMANDS: Final = (
-    *(demo, evaluation, advising, comparing, runs, start, tables, reporting),
+    *(demo, evaluation, advising, comparing, runs, start, tables, paper, reporting),
     *(images, machine, models, training),
 )  # each registers its commands when it is imported
 

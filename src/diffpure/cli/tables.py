@@ -16,11 +16,15 @@ from diffpure.cli.output import print_json
 from diffpure.errors import InputError, unknown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from diffpure.evaluation.engine import Engine
+    from diffpure.evaluation.results import Result
     from diffpure.experiments.load import Loader
-    from diffpure.experiments.table import Entry, Table
+    from diffpure.experiments.spec import EvaluationSpec
+    from diffpure.experiments.table import Table
+
+Scale = Annotated[str, typer.Option(help="small, or another scale that the table has.")]
 
 
 @final
@@ -38,12 +42,42 @@ class Way:
     show: bool = False
 
 
-@app.command(epilog="Example: diffpure table gradients --estimate")
+class Runs:
+    """Runs specs, or only adds up what they would cost, and remembers what they lack on this machine."""
+
+    def __init__(self, way: Way) -> None:
+        self.way = way
+        self.seconds, self.lacking = 0.0, list[str]()
+
+    def __call__(self, spec: EvaluationSpec) -> Result | None:
+        """The finished run of a spec, which is made now unless it is there, is only estimated, or lacks something."""
+        from diffpure.experiments.load import run_folder, run_spec
+        from diffpure.experiments.needs import missing
+        from diffpure.experiments.table import finished
+
+        way = self.way
+        if (done := finished(spec, way.out)) is not None or way.show:
+            return done
+        if lacking := missing(spec, way.loader.base):
+            self.lacking += lacking
+            return None
+        if way.estimate:
+            cost = way.loader.evaluation(spec, memory=way.memory).estimate()
+            self.seconds += cost.seconds
+            if not (way.as_json or way.quiet):
+                say(f"{spec.name}: {cost}")
+            return None
+        folder = run_folder(spec, way.out)
+        with stoppable(folder), RunBar(way.quiet) as bar:
+            return run_spec(spec, folder, way.loader, engine=way.engine, memory=way.memory, progress=bar)
+
+
+@app.command(epilog="Example: diffpure table paper/table6 --estimate")
 def table(
     name: Annotated[str | None, typer.Argument(help="A TOML file, or a table inside the package; none: list.")] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Parent of the runs' folders.")] = Path("runs"),
     only: Annotated[str | None, typer.Option(help="Only the row of this name.")] = None,
-    scale: Annotated[str, typer.Option(help="small, or another scale that the table has.")] = "small",
+    scale: Scale = "small",
     tiny: Annotated[bool, typer.Option("--tiny", help="Two images and two steps of everything: does it run?")] = False,
     estimate: Annotated[bool, typer.Option("--estimate", help="Only say what is missing and what it costs.")] = False,
     show: Annotated[bool, typer.Option("--show", help="Only print what is measured already.")] = False,
@@ -69,7 +103,7 @@ def table(
     loader = make_loader(device, allow_code, None if name in shipped else Path(name).parent)
     limit = None if memory is None else int(memory * 2**30)
     way = Way(out, loader, limit, estimate=estimate, as_json=as_json, quiet=quiet, show=show)
-    _measure(wanted, wanted.entries(scale, only, tiny=tiny), way)
+    _measure(wanted, way, f"{name} at {scale} scale", scale, only, tiny)
 
 
 def sweep(spec: Path, settings: list[str], way: Way) -> None:
@@ -85,47 +119,67 @@ def sweep(spec: Path, settings: list[str], way: Way) -> None:
     name = ", ".join(f"{path.rpartition('.')[2]} = {value}" for path, value in fixed.items())
     swept = {path: values for path, values in points.items() if path not in fixed}
     wanted = Table.of({"title": title, "base": base, "rows": [{"name": name or "sweep", "set": fixed, "sweep": swept}]})
-    _measure(wanted, wanted.entries(), way)
+    _measure(wanted, way, title)
 
 
-def _measure(wanted: Table, entries: Iterable[Entry], way: Way) -> None:
-    """Run the entries that are missing, one after the other, and print all of them."""
-    from diffpure.experiments.load import run_folder, run_spec
-    from diffpure.experiments.table import HEADINGS
+def _measure(
+    wanted: Table, way: Way, what: str, scale: str = "small", only: str | None = None, tiny: bool = False
+) -> None:
+    """Run what is missing of a table, one row after the other, and print all of it, and what it lacks here."""
+    from diffpure.experiments.needs import sentence
+    from diffpure.experiments.table import NOT_RUN, REPORTED_ONLY
 
-    lines, seconds = [], 0.0
-    for entry in entries:
-        result = wanted.measured(entry, way.out)
-        if result is None and way.estimate:
-            cost = way.loader.evaluation(entry.spec, memory=way.memory).estimate()
-            seconds += cost.seconds
-            if not way.as_json:
-                say(f"{entry.name}: {cost}")
-        elif result is None and not way.show:
-            folder = run_folder(entry.spec, way.out)
-            with stoppable(folder), RunBar(way.quiet) as bar:
-                result = run_spec(entry.spec, folder, way.loader, engine=way.engine, memory=way.memory, progress=bar)
-        lines.append(wanted.cells(entry, result))
+    runs = Runs(way)
+    headings, lines = measured(wanted, runs, scale, only, tiny)
+    done = any(line[2] not in (NOT_RUN, REPORTED_ONLY) for line in lines)
+    lacking = sentence(runs.lacking, f"The rest of {what}" if done else what)
     if way.estimate:
-        _say_missing(seconds, way.as_json)
+        _say_missing(runs.seconds, lacking, way.as_json)
+    elif lacking and not done:
+        raise InputError(lacking)
     elif way.as_json:
-        print_json([dict(zip(HEADINGS, line, strict=True)) for line in lines])
+        print_json([dict(zip(headings, line, strict=True)) for line in lines])
     else:
-        _print(f"{wanted.title} ({wanted.source})" if wanted.source else wanted.title, lines, HEADINGS)
-        if wanted.note:
-            say(wanted.note)
+        _print(f"{wanted.title} ({wanted.source})" if wanted.source else wanted.title, lines, headings)
+        for text in filter(None, (wanted.note, lacking)):
+            say(text)
 
 
-def _say_missing(seconds: float, as_json: bool) -> None:
+def measured(
+    wanted: Table, runs: Runs, scale: str, only: str | None = None, tiny: bool = False
+) -> tuple[Sequence[str], list[list[str]]]:
+    """The headings and lines of a table, after what is missing of it was run."""
+    from diffpure.experiments import measure, search
+    from diffpure.experiments.table import EVALUATION, HEADINGS
+
+    if wanted.kind == "search":
+        return search.HEADINGS, [trial.cells(wanted) for trial in search.search(wanted, runs, scale, tiny=tiny)]
+    if wanted.kind != EVALUATION:
+        made = measure.measurement(wanted, scale, tiny=tiny)
+        folder = measure.folder_of(wanted, made, runs.way.out)
+        if (found := measure.read(folder)) is None and not runs.way.show:
+            runs.lacking += made.missing(runs.way.loader.base)
+            if not (runs.lacking or runs.way.estimate):
+                found = measure.read(measure.measure(wanted, runs.way.out, scale, runs.way.loader, tiny=tiny))
+        said = [wanted.said(row) for row in wanted.rows]
+        return (HEADINGS, said) if found is None else (found.headings, found.lines)
+    lines = []
+    for row in wanted.chosen(only):
+        entries = list(wanted.expanded(row, scale, tiny=tiny))
+        lines += [wanted.cells(entry, runs(entry.spec)) for entry in entries] or [wanted.said(row)]
+    return HEADINGS, lines
+
+
+def _say_missing(seconds: float, lacking: str, as_json: bool) -> None:
     from diffpure.evaluation.cost import duration
 
     if as_json:
-        print_json({"seconds": seconds})
+        print_json({"seconds": seconds, **({"lacking": lacking} if lacking else {})})
     else:
-        say(f"Missing in all: about {duration(seconds)}.")
+        say(f"Missing in all: about {duration(seconds)}. {lacking}".rstrip())
 
 
-def _print(title: str, lines: list[list[str]], headings: tuple[str, ...]) -> None:
+def _print(title: str, lines: list[list[str]], headings: Sequence[str]) -> None:
     said = [i for i in range(len(headings)) if any(line[i] not in ("", "–") for line in lines)]
     shown = RichTable(*(headings[i] for i in said), title=Text(visible(title)))
     for line in lines:

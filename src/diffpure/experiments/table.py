@@ -16,11 +16,17 @@
     axis = "model.sampler.t_star"
     label = "t*"
 
-    [scales.full]                              # the same at another size: overrides of every row
+    [[claims]]                                 # what the paper says of the order of rows; the runs decide
+    says = "VP-SDE is more robust than VP-ODE"
+    better = "VP-SDE"
+    worse = ["VP-ODE"]
+
+    [scales.full]                              # the same at another size: overrides of every row, before its own
     "model.score" = "cifar10-ddpmpp"
 
-A row without `set` and `run = false` holds reported numbers only. Every other row expands to specs, each a hashed,
-resumable, verifiable run.
+A row with `run = false` holds reported numbers only, one with `at = ["full"]` is run at that scale only, and
+`scales.full` of a row overrides it there. Every run is a spec: hashed, resumable, verifiable. A table of another `kind`
+(timing, gradient-error, pictures, search) has the settings of its measurement as [base]; its rows are reported numbers.
 """
 
 from __future__ import annotations
@@ -36,13 +42,19 @@ from typing import Any, Final, Literal, Self, final
 
 from diffpure.errors import InputError, unknown
 from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import MINIMUM, ROWS, WORST, Rule
+from diffpure.evaluation.rows import CLEAN, MINIMUM, ROWS, WORST, Rate, Rule
 from diffpure.experiments.load import run_folder
 from diffpure.experiments.spec import EvaluationSpec, read_toml
 from diffpure.named import construct, too_deep
 
 SMALL: Final = "small"  # the scale of the base itself
 
+EVALUATION: Final = "evaluation"  # the kind of a table whose rows are runs
+NOT_RUN: Final = "not run"
+REPORTED_ONLY: Final = "reported only"
+SWEEP: Final = "sweep"  # the key of a scale that replaces the table's sweep
+
+Kind = Literal["evaluation", "timing", "gradient-error", "pictures", "search"]
 Settings = Mapping[str, Any]  # path in a spec, such as "model.sampler.t_star", to a value
 
 
@@ -59,13 +71,42 @@ class Reported:
 @final
 @dataclass(frozen=True, kw_only=True)
 class TableRow:
-    """One line of a table: how it differs from the base, and what was reported for it."""
+    """One line of a table: how it differs from the base, and what was reported for it.
+
+    at: the scales at which it is run; all if none is named.   scales: how it differs further at a scale.
+    """
 
     name: str
     set: Settings = field(default_factory=dict)
     sweep: Mapping[str, Any] = field(default_factory=dict)
     reported: tuple[Reported, ...] = ()
     run: bool = True
+    at: tuple[str, ...] = ()
+    scales: Mapping[str, Any] = field(default_factory=dict)
+
+    def runs_at(self, scale: str) -> bool:
+        """Whether the row is measured at a scale."""
+        return self.run and (not self.at or scale in self.at)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What the paper says of the order of rows: one of them is above others in robust (or clean) accuracy."""
+
+    says: str
+    better: str
+    worse: tuple[str, ...]
+    what: Literal["robust", "clean"] = "robust"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """One round of a search: how its specs differ from the base, and how many settings go on to the next."""
+
+    keep: int
+    set: Settings = field(default_factory=dict)
 
 
 @final
@@ -95,23 +136,29 @@ class Entry:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A title, a base spec, rows that override it, and what is printed of them."""
+    """A title, a base spec (or the settings of another kind of measurement), rows, and what is printed of them."""
 
     title: str
-    base: Mapping[str, Any]
     rows: tuple[TableRow, ...]
+    base: Mapping[str, Any] = field(default_factory=dict)
+    kind: Kind = EVALUATION
+    claims: tuple[Claim, ...] = ()
     source: str = ""
     note: str = ""
     headline: Literal["minimum", "worst case"] = "worst case"
     rule: str = "one-shot"
     sweep: Mapping[str, Any] = field(default_factory=dict)
     figure: Figure | None = None
+    grid: Mapping[str, Any] = field(default_factory=dict)  # of a search: path to values
+    rungs: tuple[Rung, ...] = ()
     scales: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         Rule.parse(self.rule)
         if len({row.name for row in self.rows}) < len(self.rows) or not self.rows:
             raise InputError("A table has rows, each with a name of its own.")
+        for scale in {scale for row in self.rows for scale in (*row.at, *row.scales)} - {SMALL, *self.scales}:
+            raise unknown("scale", scale, [SMALL, *self.scales])
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> Self:
@@ -122,6 +169,8 @@ class Table:
         if not isinstance(values.get("rows"), list):
             raise InputError("A table needs [[rows]], each with a name.")
         values["rows"] = [_row(row) for row in values["rows"]]
+        values["claims"] = tuple(construct(Claim, each, "key of [[claims]]") for each in values.get("claims", ()))
+        values["rungs"] = tuple(construct(Rung, each, "key of [[rungs]]") for each in values.get("rungs", ()))
         if "figure" in values:
             values["figure"] = construct(Figure, values["figure"], "key of [figure]")
         made: Self = construct(cls, values, "key of a table")
@@ -134,45 +183,92 @@ class Table:
 
     def entries(self, scale: str = SMALL, only: str | None = None, *, tiny: bool = False) -> Iterator[Entry]:
         """The specs that the table stands for, row by row and point by point."""
-        if scale != SMALL and scale not in self.scales:
-            raise unknown("scale", scale, [SMALL, *self.scales])
+        for row in self.chosen(only):
+            yield from self.expanded(row, scale, tiny=tiny)
+
+    def chosen(self, only: str | None = None) -> tuple[TableRow, ...]:
+        """All rows, or the one of that name."""
         if only is not None and only not in {row.name for row in self.rows}:
             raise unknown("row", only, [row.name for row in self.rows])
-        for row in self.rows:
-            if row.run and only in (None, row.name):
-                yield from self._expanded(row, self.scales.get(scale, {}), tiny)
+        return tuple(row for row in self.rows if only in (None, row.name))
 
-    def _expanded(self, row: TableRow, scale: Settings, tiny: bool) -> Iterator[Entry]:
-        sweep = {**self.sweep, **row.sweep}
+    def expanded(self, row: TableRow, scale: str = SMALL, *, tiny: bool = False) -> Iterator[Entry]:
+        """The specs of one row at a scale: none for one with reported numbers only."""
+        whole = self.scale(scale)
+        if self.kind != EVALUATION or not row.runs_at(scale):
+            return
+        own = dict(row.scales.get(scale, {}))
+        sweep = {**whole.get(SWEEP, self.sweep), **own.get(SWEEP, row.sweep)}
         for values in itertools.product(*sweep.values()):
             point = dict(zip(sweep, values, strict=True))
             plain: dict[str, Any] = copy.deepcopy(dict(self.base))
-            for path, value in {**row.set, **scale, **point}.items():
-                override(plain, path, value)
+            for settings in (whole, row.set, own, point):
+                for path, value in settings.items():
+                    if path != SWEEP:
+                        override(plain, path, copy.deepcopy(value))
             spec = EvaluationSpec.of({**plain, "name": f"{self.title}: {_entry_name(row, point)}"})
             yield Entry(row, spec.tiny() if tiny else spec, point)
 
+    def scale(self, name: str) -> Settings:
+        """What a scale overrides."""
+        if name != SMALL and name not in self.scales:
+            raise unknown("scale", name, [SMALL, *self.scales])
+        found: Settings = self.scales.get(name, {})
+        return found
+
+    def settings(self, scale: str = SMALL) -> dict[str, Any]:
+        """The [base] of a measurement of another kind, at a scale."""
+        plain: dict[str, Any] = copy.deepcopy(dict(self.base))
+        for path, value in self.scale(scale).items():
+            override(plain, path, value)
+        return plain
+
     def measured(self, entry: Entry, parent: str | Path) -> Result | None:
         """The finished run of an entry, if there is one."""
-        folder = run_folder(entry.spec, parent)
-        if not (folder / ROWS).is_file():
-            return None
-        result = Result.load(folder)
-        return result if result.complete else None
+        return finished(entry.spec, parent)
 
     def cells(self, entry: Entry, result: Result | None) -> list[str]:
         """A line of the printed table: name, reported, clean and robust accuracy as measured, images, attacks."""
         said = "; ".join(map(_words, entry.row.reported)) or "–"
         if result is None:
-            return [entry.name, said, "not run", "", "", ""]
-        what = {"minimum": MINIMUM, "worst case": WORST}[self.headline]
-        rule = self.rule if self.rule in map(str, result.rules) else None  # a tiny run has smaller rules
-        robust = str(result.rate(what, rule)) if result.attacks else "not measured"
+            return [entry.name, said, NOT_RUN, "", "", ""]
+        robust = str(self.rate(result, "robust")) if result.attacks else "not measured"
         attacks = "; ".join(result.title(name) for name in result.attacks)
-        return [entry.name, said, str(result.clean(rule)), robust, str(len(result.indices)), attacks]
+        return [entry.name, said, str(self.rate(result, "clean")), robust, str(len(result.indices)), attacks]
+
+    def said(self, row: TableRow) -> list[str]:
+        """A line of a row that is not run: what was reported for it."""
+        return [row.name, "; ".join(map(_words, row.reported)) or "–", REPORTED_ONLY, "", "", ""]
+
+    def rate(self, result: Result, what: Literal["robust", "clean"]) -> Rate:
+        """The accuracy that the table prints of a run."""
+        return result.rate(self.line(what), self._rule(result))
+
+    def right(self, result: Result, what: Literal["robust", "clean"]) -> dict[int, bool]:
+        """Which images that accuracy counts, by dataset index, for the first seed."""
+        line = self.line(what)
+        if line == MINIMUM:  # the attack that leaves the fewest
+            line = min(result.attacks, key=lambda name: result.rate(name, self._rule(result)).value)
+        return result.right(line, self._rule(result))
+
+    def line(self, what: Literal["robust", "clean"]) -> str:
+        """What a result calls the accuracy that the table prints."""
+        return CLEAN if what == "clean" else {"minimum": MINIMUM, "worst case": WORST}[self.headline]
+
+    def _rule(self, result: Result) -> str | None:
+        return self.rule if self.rule in map(str, result.rules) else None  # a tiny run has smaller rules
 
 
 HEADINGS: Final = ("row", "reported: clean / robust", "clean", "robust", "images", "attacks")
+
+
+def finished(spec: EvaluationSpec, parent: str | Path) -> Result | None:
+    """The finished run of a spec in a folder of runs, if there is one."""
+    folder = run_folder(spec, parent)
+    if not (folder / ROWS).is_file():
+        return None
+    result = Result.load(folder)
+    return result if result.complete else None
 
 
 def override(spec: dict[str, Any], path: str, value: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -55,6 +55,17 @@ def trade_off(runs: Sequence[ReportedRun]) -> Figure:
         across, up = (f"accuracy, {TITLES[what]} (%)" for what in (CLEAN, WORST))
         ax.set(xlabel=across, ylabel=up, xlim=(-3, 103), ylim=(-3, 103))
         figure.legend(loc="outside lower left", frameon=False, fontsize=8)  # names may be longer than the plot is wide
+    return figure
+
+
+def errors(lines: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
+    """Relative errors against step sizes in logarithmic axes, one line per name."""
+    with plt.rc_context(STYLE):
+        figure, ax = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
+        for name, line in lines.items():
+            ax.loglog(line["step sizes"], line["errors"], "o-", markersize=3, label=_literal(name))
+        ax.set(xlabel="step size", ylabel="relative error of the gradient")
+        figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     return figure
 
 
