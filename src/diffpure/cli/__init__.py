@@ -20,6 +20,7 @@ from diffpure.cli import (
     models,
     reporting,
     runs,
+    spec,
     start,
     tables,
     training,
@@ -29,7 +30,7 @@ from diffpure.errors import InputError
 
 __all__ = ["app", "main"]
 COMMANDS: Final = (
-    *(demo, evaluation, advising, comparing, runs, start, tables, reporting),
+    *(demo, evaluation, advising, comparing, runs, spec, start, tables, reporting),
     *(images, machine, models, training),
 )  # each registers its commands when it is imported
 

@@ -49,7 +49,11 @@ Settings = Mapping[str, Any]  # path in a spec, such as "model.sampler.t_star", 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Reported:
-    """What somebody reported, in per cent; robust may be a range in words."""
+    """What somebody reported, in per cent.
+
+    clean: accuracy without attack.   robust: accuracy under attack, a number or a range in words.
+    source: who reported it.
+    """
 
     clean: float | None = None
     robust: float | str | None = None
@@ -59,7 +63,11 @@ class Reported:
 @final
 @dataclass(frozen=True, kw_only=True)
 class TableRow:
-    """One line of a table: how it differs from the base, and what was reported for it."""
+    """One line of a table: how it differs from the base, and what was reported for it.
+
+    name: what the line is called.   set: overrides of the base, by path.   sweep: lists of values by path, one run
+    each.   reported: published numbers that are printed beside.   run: false for a line of reported numbers only.
+    """
 
     name: str
     set: Settings = field(default_factory=dict)
@@ -71,7 +79,10 @@ class TableRow:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """What a figure of the table shows along its axis: a path in the spec, and its label."""
+    """What a figure of the table shows along its axis.
+
+    axis: a path in the spec.   label: what the axis is called.
+    """
 
     axis: str
     label: str
@@ -95,7 +106,13 @@ class Entry:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A title, a base spec, rows that override it, and what is printed of them."""
+    """A title, a base spec, rows that override it, and what is printed of them.
+
+    title: what the table is called.   base: a spec.   rows: the lines.   source: the table of the paper that it
+    repeats.   note: a sentence printed below.   headline: which robust accuracy is printed, "worst case" or "minimum".
+    rule: the decision rule of the printed numbers.   sweep: a sweep of every row.   figure: what is drawn.
+    scales: overrides of every row by the name of a scale, for `--scale`.
+    """
 
     title: str
     base: Mapping[str, Any]
