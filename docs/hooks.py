@@ -1,13 +1,16 @@
 """What the site is built with beyond Markdown: pages from the code, and equations as MathML, which needs no script.
 
-A line `<!-- generated: spec -->` is replaced by the reference of specs, `commands` by every command, `api` by the public
-names. A TeX equation between lines `$$` becomes MathML.
+A line `<!-- generated: spec -->` is replaced by the reference of specs, `commands` by every command, `api` by the
+public names. `<!-- notebook: NAME -->` is replaced by the cells of a notebook and their outputs. A TeX equation between
+lines `$$` becomes MathML.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import latex2mathml.converter
@@ -24,6 +27,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         marker = f"<!-- generated: {name} -->"
         if marker in markdown:
             markdown = markdown.replace(marker, write())
+    markdown = re.sub(r"<!-- notebook: (\w+) -->", lambda found: notebook(found[1]), markdown)
     return re.sub(r"^\$\$\n(.*?)\n\$\$$", _typeset, markdown, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -64,12 +68,32 @@ def api() -> str:
     found: dict[str, list[str]] = {}
     for name in sorted(set(diffpure.__all__) - {"__version__"}):
         value = getattr(diffpure, name)
-        if isinstance(value, type) or callable(value) and hasattr(value, "__name__"):
+        if isinstance(value, type) or (callable(value) and hasattr(value, "__name__")):
             found.setdefault(value.__module__, []).append(value.__name__)
     return "\n\n".join(
         f"## `{module}`\n\n" + "\n\n".join(f"::: {module}.{name}" for name in names)
         for module, names in sorted(found.items())
     )
+
+
+def notebook(name: str) -> str:
+    """The cells of a notebook as Markdown, its headings one level lower."""
+    path = Path(__file__).parent / "notebooks" / f"{name}.ipynb"
+    return "\n\n".join(part for cell in json.loads(path.read_text("utf-8"))["cells"] for part in _cell(cell))
+
+
+def _cell(cell: dict[str, Any]) -> Iterator[str]:
+    source = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        yield re.sub(r"^#", "##", source, flags=re.MULTILINE)
+        return
+    yield f"```python\n{source}\n```"
+    for output in cell["outputs"]:
+        data = output.get("data", {})
+        if "image/png" in data:
+            yield f'<img alt="output of the cell" src="data:image/png;base64,{data["image/png"]}">'
+        else:
+            yield f"```text\n{output.get('text', data.get('text/plain', '')).rstrip()}\n```"
 
 
 GENERATED: dict[str, Callable[[], str]] = {"spec": reference, "commands": commands, "api": api}
