@@ -48,7 +48,8 @@ def _commands(command: Any, name: str) -> Iterator[str]:
     yield f"## `{name}`"
     yield str(command.help or "")
     lines = [_option(parameter) for parameter in command.params if parameter.name != "help"]
-    yield "\n".join(["| argument or option | default | what it does |", "|---|---|---|", *lines])
+    if lines:
+        yield "\n".join(["| argument or option | default | what it does |", "|---|---|---|", *lines])
     if command.epilog:
         yield re.sub(r"^Example: (.*)$", r"Example: `\1`", command.epilog)
 
