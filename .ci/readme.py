@@ -1,4 +1,4 @@
-"""Run the README's Python blocks in order, as a reader pastes them who has a classifier and images."""
+"""Run the README's Python blocks in order, as a reader pastes them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ import diffpure
 
 assert Path(diffpure.__file__).is_relative_to(sys.prefix), f"{diffpure.__file__} is not the installed package"
 torch.set_num_threads(1)
-scope: dict[str, object] = {
-    "my_classifier": torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10)),
-    "images": torch.rand(2, 3, 32, 32),
-}
+scope: dict[str, object] = {}
 blocks = re.findall(r"^```python\n(.*?)^```", Path(sys.argv[1]).read_text(), flags=re.MULTILINE | re.DOTALL)
 for block in blocks:
     exec(compile(block, f"README: {block[:40]!r}", "exec"), scope)

@@ -23,11 +23,11 @@ for _ in range(150):  # on noisy digits: a purified image is never quite clean
 score = dp.GaussianScore(mean=2 * x.mean().item() - 1, variance=4 * x.var().item())  # the simplest model of a digit
 purifier = dp.Purifier(score, dp.ReverseSDE(t_star=0.1, dt=0.02))
 defence = dp.Defense(purifier, classifier)
-judge = Averaged(defence, 20)
+evaluated = Averaged(defence, 20)
 targets = {
-    "the bare classifier": (classifier, []),
-    "the defence, one draw a step": (classifier, [art_preprocessor(purifier)]),
-    "the defence, eight samples a step": (Averaged(defence, 8), []),
+    "the undefended classifier": (classifier, []),
+    "the defence, one sample per step": (classifier, [art_preprocessor(purifier)]),
+    "the defence, eight samples per step": (Averaged(defence, 8), []),
 }
 
 x, y = x[1500:1564], y[1500:1564]
@@ -36,5 +36,5 @@ for name, (model, defences) in targets.items():
     target = PyTorchClassifier(model, nn.CrossEntropyLoss(), (1, 8, 8), 10, **options)
     attack = ProjectedGradientDescent(target, eps=0.15, eps_step=0.02, max_iter=20, verbose=False)
     adversarial = torch.from_numpy(attack.generate(x.numpy(), y.numpy()))
-    right = (judge(adversarial, seeds=range(64)).argmax(1) == y).sum()
+    right = (evaluated(adversarial, seeds=range(64)).argmax(1) == y).sum()
     print(f"attacking {name}: the defence is right on {right} of 64")

@@ -25,9 +25,9 @@ model = dp.Defense(dp.Purifier(score, dp.ReverseSDE(t_star=0.1, dt=0.02)), class
 x, y = x[1500:1564], y[1500:1564]
 attack = foolbox.attacks.LinfPGD(steps=20, rel_stepsize=0.1)
 for name, target in {
-    "the bare classifier": foolbox_model(classifier),
-    "the defence, one draw a step": foolbox_model(model),
-    "the defence, ten samples a step": foolbox_model(model, samples=10),
+    "the undefended classifier": foolbox_model(classifier),
+    "the defence, one sample per step": foolbox_model(model),
+    "the defence, ten samples per step": foolbox_model(model, samples=10),
 }.items():
     _, adversarial, _ = attack(target, x, y, epsilons=0.15)
     right = (Averaged(model, 20)(adversarial, seeds=range(64)).argmax(1) == y).sum()

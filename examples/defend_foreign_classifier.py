@@ -33,5 +33,5 @@ model = dp.Defense(dp.Purifier(dp.DenoiserScore(wiener), dp.FewStep(t_star=0.02,
 threat = dp.Linf(1 / 255)
 attacked = threat.apply(x, dp.PGD(iterations=10)(classifier, x, y, threat, seeds=range(8)))
 for name, images in {"clean": x, "attacked": attacked}.items():
-    bare, purified = (m(images).argmax(1).eq(y).sum().item() for m in (classifier, model))
-    print(f"{name}: the bare classifier is right on {bare} of 8, the defence on {purified}")
+    undefended, purified = (m(images).argmax(1).eq(y).sum().item() for m in (classifier, model))
+    print(f"{name}: the undefended classifier is right on {undefended} of 8, the defence on {purified}")

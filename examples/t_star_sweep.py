@@ -15,7 +15,7 @@ classifier, score = dp.load_classifier("cifar10-resnet"), dp.load_score("cifar10
 threat = dp.Linf(8 / 255)
 attacked = threat.apply(images, dp.PGD(iterations=10)(classifier, images, labels, threat, seeds=range(n)))
 
-print(f"{n} images; attacked: PGD-10 on the bare classifier, l-inf 8/255 (a transfer attack); accuracy [95 % interval]")
+print(f"{n} images; attacked: PGD-10 on the undefended classifier, l-inf 8/255 (transfer); accuracy [95 % interval]")
 for t_star in (0.01, 0.05, 0.1, 0.2):
     model = dp.Defense(dp.Purifier(score, dp.FewStep(t_star=t_star, steps=3)), classifier)
     rates = [Rate(model(x, seeds=range(n)).argmax(1).eq(labels).sum().item(), n) for x in (images, attacked)]

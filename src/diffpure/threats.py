@@ -33,13 +33,13 @@ def wide(x: Tensor) -> Tensor:
 
 
 def per_image(values: Tensor, like: Tensor) -> Tensor:
-    """One number an image (B,), shaped and cast to multiply `like` (B, ...)."""
+    """One number per image (B,), shaped and cast to multiply `like` (B, ...)."""
     return values.to(like.dtype).reshape(-1, *[1] * (like.ndim - 1))
 
 
 @dataclass(frozen=True)
 class ThreatModel(ABC):
-    """A set of perturbations of size at most eps, and how to move in it."""
+    """A set of perturbations of size at most eps, and how to take steps in it."""
 
     eps: float
 

@@ -31,8 +31,8 @@ from diffpure.threats import per_image
 class APGD(RestartedAttack):
     """loss "ce" and "dlr" are APGD-CE and APGD-DLR; "dlr-targeted" is APGD-T, one run for each of nine targets."""
 
-    rho: float = 0.75
-    momentum: float = 0.75
+    rho: float = 0.75  # ρ: the share of steps that must raise the loss
+    momentum: float = 0.75  # the momentum: μ of `momentum`, a of APGD
 
     def start(self, problem: Problem, state: State) -> State:
         z = problem.threat.zeros(problem.x)

@@ -262,7 +262,10 @@ class Attack(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class SampledAttack(Attack):
-    """An attack that evaluates the model itself, with its own EOT samples (a number, a table or an `EOT`)."""
+    """An attack that evaluates the model itself, with its own EOT samples.
+
+    eot: EOT samples per step, a number or a table.
+    """
 
     eot: EOT = ONE_SAMPLE
 

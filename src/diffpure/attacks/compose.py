@@ -1,7 +1,7 @@
 """Attacks made of attacks.
 
 Suite       one attack after the other, each image keeps the strongest perturbation of all
-Transfer    crafted on a part of the defence, evaluated on the whole (paper, appendices C.1 and C.9)
+Transfer    crafted on a part of the defence, evaluated on the whole (paper, appendices C.1 and C.7)
 TwoStage    a success counts only once many fresh samples confirm it (Hill et al. 2021, which the paper follows)
 Several     attacks that are evaluated one by one, and called as one
 """
@@ -161,7 +161,10 @@ class Transfer(SampledAttack):
 @final
 @dataclass(frozen=True, kw_only=True)
 class TwoStage(Attack):
-    """An attack whose successes count only once the mean logits of `defence_samples` fresh samples fail too."""
+    """An attack whose successes count only once the mean logits of `defence_samples` fresh samples fail too.
+
+    defence_samples: fresh samples that must confirm a success.
+    """
 
     attack: Attack
     defence_samples: int = 150

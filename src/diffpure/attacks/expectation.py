@@ -5,7 +5,7 @@ One expectation at B images asks the model for D samples of each, batched up to 
     average = "gradients":   loss = mean_d L(f(x; d))            the mean of the samples' gradients
     average = "logits":      loss = L(mean_d f(x; d))            the gradient of the loss of averaged logits
 
-Loss and logits are those of all the samples, so an iterate is ranked on their mean and never on its last draw.
+Loss and logits are those of all the samples, so an iterate is ranked on their mean and never on its last sample.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ from diffpure.threats import wide
 @final
 @dataclass(frozen=True)
 class EOT:
-    """samples: per image and step.   average: how they are averaged.   per_call: how many images one call of the model
-    may hold.   fixed: the defence's noise is known to the attacker and fixed."""
+    """How a random defence is sampled.
+
+    samples: per image and step.   average: "gradients", or "logits" before the loss.   per_call: how many images one
+    call of the model may hold.   fixed: the defence's noise is known to the attacker and fixed.
+    """
 
     samples: int = 1
     average: Literal["gradients", "logits"] = "gradients"

@@ -34,9 +34,9 @@ class FAB(RestartedAttack):
     """
 
     loss: str | Objective = DIFFERENCE
-    alpha_max: float = 0.1
-    eta: float = 1.05
-    beta: float = 0.9
+    alpha_max: float = 0.1  # the largest weight of the step towards the clean image
+    eta: float = 1.05  # how far a step goes beyond the boundary
+    beta: float = 0.9  # how far a misclassified image is drawn back to the clean one
 
     @property
     def length(self) -> int:

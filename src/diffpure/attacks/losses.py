@@ -1,4 +1,4 @@
-"""What an attack maximises, one number an image, from the outputs of all samples at once.
+"""What an attack maximises, one number per image, from the outputs of all samples at once.
 
 With logits z, label y and their order z_π1 ≥ z_π2 ≥ …:
 
@@ -42,7 +42,7 @@ def call(model: Model, images: Tensor, seeds: Sequence[int]) -> Any:
 
 
 def pick(logits: Tensor, index: Tensor) -> Tensor:
-    """The logit of one class an image: logits (B, D, K), index (B,) -> (B, D)."""
+    """The logit of one class per image: logits (B, D, K), index (B,) -> (B, D)."""
     return logits.gather(-1, index[:, None, None].expand(-1, logits.shape[1], 1)).squeeze(-1)
 
 
@@ -90,7 +90,7 @@ class Objective(ABC):
 
     @abstractmethod
     def output(self, model: Model, images: Tensor, seeds: Sequence[int]) -> Tensor:
-        """What the model says, one row an image: (N, F)."""
+        """What the model says, one row per image: (N, F)."""
 
     @abstractmethod
     def loss(self, output: Tensor, y: Tensor, target: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class LogitLoss(Objective):
 @final
 @dataclass(frozen=True)
 class Reconstruction(Objective):
-    """mean (purified - input)² of a purifier, a model from images to images (paper, appendix C.9)."""
+    """mean (purified - input)² of a purifier, a model from images to images (paper, appendix C.7)."""
 
     def output(self, model: Model, images: Tensor, seeds: Sequence[int]) -> Tensor:
         purified = call(model, images, seeds)
@@ -144,7 +144,7 @@ class Reconstruction(Objective):
 class Deviated(Objective):
     """Cross-entropy plus the deviation of the reverse path from the forward one (DiffAttack, Kang et al. 2023).
 
-    The model returns (logits, deviation), the deviation Σ_t w_t mean (x_t - x'_t)² one number an image.
+    The model returns (logits, deviation), the deviation Σ_t w_t mean (x_t - x'_t)² one number per image.
     """
 
     weight: float = 1.0

@@ -28,7 +28,11 @@ from diffpure.threats import per_image, wide
 @final
 @dataclass(frozen=True, kw_only=True)
 class MomentumPGD(RestartedAttack):
-    """momentum: μ.   first_step: η_0 as a share of ε.   confirm: samples with which the last iterate is evaluated."""
+    """Momentum over steps, and a step size that falls to zero.
+
+    momentum: the momentum: μ of `momentum`, a of APGD.   first_step: η_0 as a share of ε.
+    confirm: samples with which the last iterate is evaluated.
+    """
 
     iterations: int = 40
     momentum: float = 0.9

@@ -4,7 +4,7 @@
 per target class where the loss is targeted. Targets are the classes with the highest clean logits beside the label.
 
 Which iterate is returned: of a model that is not random, the one that ranks highest. Of a random one, the iterate that
-looked best is mostly the luckiest, so a run gives its last iterate, whose rank comes from samples that did not produce
+scored best is mostly the luckiest, so a run gives its last iterate, whose rank comes from samples that did not produce
 it; between runs, and against the unperturbed image, that rank decides.
 """
 
@@ -29,7 +29,11 @@ from diffpure.named import short
 
 @dataclass(frozen=True, kw_only=True)
 class RestartedAttack(SampledAttack):
-    """Runs of k = 0 … iterations; k = 0 starts a run, and the last evaluation needs no gradient."""
+    """Runs of k = 0 … iterations; k = 0 starts a run, and the last evaluation needs no gradient.
+
+    iterations: steps per run.   restarts: runs, each from another random start.   targets: how many target classes a
+    targeted loss tries, one run each.   loss: what is maximised, by name.
+    """
 
     iterations: int = 100
     restarts: int = 1
@@ -130,8 +134,8 @@ class RestartedAttack(SampledAttack):
 class PGD(RestartedAttack):
     """Steps of a fixed size, in the units of the threat (2.5 eps / iterations unless given)."""
 
-    step_size: float | None = None
-    random_start: bool = True
+    step_size: float | None = None  # in the units of the threat; 2.5 eps / iterations if not given
+    random_start: bool = True  # start at a random perturbation instead of none
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,7 +3,7 @@
     AutoAttack (Croce & Hein 2020)   100 iterations, 1 restart, 9 targets, 5,000 queries; `rand` has 20 EOT samples
     BPDA+EOT (paper, section 5.4)    50 steps of 2/255 through the identity, 15 samples, confirmed by 150
     transfer (appendix C.1)          AutoAttack standard on the undefended classifier, evaluated on the defence
-    diffusion-only (appendix C.9)    APGD on the purifier's reconstruction error, 20 EOT samples
+    diffusion-only (appendix C.7)    APGD on the purifier's reconstruction error, 20 EOT samples
 
 Adding an attack means its file and one line of `ATTACKS`.
 """

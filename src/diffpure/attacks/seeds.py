@@ -21,12 +21,12 @@ SAMPLE: Final = 0xD2A3
 
 
 def starts(seeds: Sequence[int]) -> Noise:
-    """The noise of the random starts, one step a restart."""
+    """The noise of the random starts, one step per restart."""
     return Noise(tuple(seeds)).child(START)
 
 
 def sample_seeds(seeds: Sequence[int], step: int, samples: int, *, fixed: bool = False) -> tuple[int, ...]:
-    """The seeds that a random defence is given at a step, `samples` of them an image, one image after the other.
+    """The seeds that a random defence is given at a step, `samples` of them per image, one image after the other.
 
     Fresh at every step; with `fixed` always the same, the first of them the image's own seed: then the attacker knows
     the noise that `model(x, seeds=seeds)` will use.

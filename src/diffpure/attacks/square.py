@@ -1,6 +1,6 @@
 """Square attack: random search over square windows, with queries only (Andriushchenko et al. 2020).
 
-ℓ∞: start from vertical stripes of ±ε; a step sets one random window to ±ε, one sign a channel.
+ℓ∞: start from vertical stripes of ±ε; a step sets one random window to ±ε, one sign per channel.
 ℓ2: start from a tiling of bumps η; a step puts a bump into one window with the mass of that and another window.
 A step is kept where it lowers the margin z_y - max_{k≠y} z_k. The windows shrink: a fraction p of the image, from
 0.8 down to 0.8/512 over `horizon` queries. Every image has windows of its own.
@@ -29,7 +29,8 @@ SCHEDULE = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)  # of a horizon of 1
 @final
 @dataclass(frozen=True, kw_only=True)
 class Square(SampledAttack):
-    """queries: evaluations per image, the start included; p: the first window's fraction of the image.
+    """queries: evaluations per image, the start included.   horizon: the queries over which the windows shrink.
+    p: the first window's fraction of the image.
 
     AutoAttack stops half way to the horizon, after 5,000 of 10,000 queries; a shorter search wants a shorter horizon.
     """
@@ -161,7 +162,7 @@ def _swap_bump(problem: Problem, z: Tensor, side: int, i: int) -> Tensor:
     here, there = _window(z, u[:, :2], side), _window(z, u[:, 2:4], side)
     both = torch.zeros_like(z)
     both[here] = both[there] = 1.0
-    mass = (z * both).square().sum((-2, -1), keepdim=True)  # of the two windows, a channel
+    mass = (z * both).square().sum((-2, -1), keepdim=True)  # of the two windows, per channel
     free = (problem.threat.eps**2 - z.square().sum((1, 2, 3), keepdim=True)).clamp_min(0) / c
     old = z[here]
     new = _turned(bump(side, z), u[:, 4:5]) * _signs(u[:, 5:], z)[:, :, None, None] + _unit(old)

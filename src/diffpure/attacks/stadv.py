@@ -27,9 +27,9 @@ class StAdv(RestartedAttack):
     """Starts at no flow (restarts at a random one); smoothness is the regulariser's weight times the bound."""
 
     loss: str | Objective = "margin"
-    lr: float = 0.01
-    smoothness: float = 0.0025
-    betas: tuple[float, float] = (0.9, 0.999)
+    lr: float = 0.01  # of Adam
+    smoothness: float = 0.0025  # the weight of the regulariser, times the bound
+    betas: tuple[float, float] = (0.9, 0.999)  # of Adam
 
     @property
     def kind(self) -> str:

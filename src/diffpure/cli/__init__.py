@@ -21,6 +21,7 @@ from diffpure.cli import (
     paper,
     reporting,
     runs,
+    spec,
     start,
     tables,
     training,
@@ -30,7 +31,7 @@ from diffpure.errors import InputError
 
 __all__ = ["app", "main"]
 COMMANDS: Final = (
-    *(demo, evaluation, advising, comparing, runs, start, tables, paper, reporting),
+    *(demo, evaluation, advising, comparing, runs, spec, start, tables, paper, reporting),
     *(images, machine, models, training),
 )  # each registers its commands when it is imported
 

@@ -53,7 +53,7 @@ class DataSpec:
     where it is the default: the first 64 images of a source (or all, if there are fewer), all images of a subset.
     """
 
-    source: str = "cifar10-samples"
+    source: str = "cifar10-samples"  # where the images come from, see below
     path: str | None = None  # a folder or file; relative to the folder of the spec
     images: str | Sequence[int] | None = None
     subset: str | None = None  # a fixed subset such as "cifar10/paper"

@@ -1,6 +1,6 @@
 """Ways to run a path: they all give the same states, and differ in the gradient that comes back.
 
-    exact       the gradient of the computation itself, from stored states and one vector-Jacobian product a step
+    exact       the gradient of the computation itself, from stored states and one vector-Jacobian product per step
     backprop    the same by plain autograd, keeping every graph: the oracle
     adjoint     the paper's Proposition 1, the augmented SDE solved backwards: constant memory, approximate
     surrogate   the gradient of a coarser path (Lee & Kim)
@@ -89,9 +89,11 @@ def _leaf(x: Tensor | None) -> Tensor | None:
 class Exact(GradientMode):
     """The exact gradient from the stored states, recomputing each step's graph when it is needed.
 
-    `memory` is a budget in bytes for states and graphs together (None: no limit). The graphs of as many of the last
-    steps as fit are kept from the forward pass and spare their recomputation; the backward pass uses and frees them
-    first, so the peak is the larger of the budget and what no backward pass can do without: the states and one graph.
+    memory: a budget in bytes for states and graphs together; None is no limit.
+
+    The graphs of as many of the last steps as fit are kept from the forward pass and spare their recomputation; the
+    backward pass uses and frees them first, so the peak is the larger of the budget and what no backward pass can do
+    without: the states and one graph.
     """
 
     memory: int | None = 0
@@ -223,7 +225,7 @@ class Adjoint(GradientMode):
     pass never visits.
     """
 
-    times: Literal["grid", "end"] = "grid"
+    times: Literal["grid", "end"] = "grid"  # the times of the coefficients; "end" as the authors' code does
     approximate = True
 
     def __post_init__(self) -> None:
@@ -303,7 +305,7 @@ class Backprop(GradientMode):
 class Surrogate(GradientMode):
     """The value of the path with the exact gradient of a coarser one over the same times (Lee & Kim, ICCV 2023)."""
 
-    steps: int = 5
+    steps: int = 5  # of the coarser path
     approximate = True
 
     def __call__(self, path: Path, x: Tensor) -> Tensor:

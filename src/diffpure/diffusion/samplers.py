@@ -77,7 +77,15 @@ def fixed_grid(start: float, end: float, dt: float) -> Tensor:
 
 @dataclass(frozen=True)
 class _Continuous(ABC):
-    """What samplers in continuous time share: diffuse to t*, then a path over a grid from t* to `end`."""
+    """What samplers in continuous time share: diffuse to t*, then a path over a grid from t* to `end`.
+
+    t_star: how far to diffuse, in (0, 1].   dt: the size of a step; 1e-3 if neither it nor `steps` is given.
+    steps: the number of steps, instead of their size.
+    spacing: grid uniform in "t", "log_snr" or "root_sigma" (√σ, σ = std/√α).   end: the time at which the path ends.
+    denoise: one last denoising step there.
+    jitter: Δ of a random t*, uniform in [t* - Δ, t* + Δ] for each image, for the whole process.
+    forward: "continuous" diffuses with α(t*), "discrete" with the chain's ᾱ, as the authors' code does.
+    """
 
     t_star: float = 0.1
     dt: float | None = None
@@ -140,14 +148,7 @@ class _Continuous(ABC):
 @final
 @dataclass(frozen=True)
 class ReverseSDE(_Continuous):
-    """The paper's purifier: the reverse VP-SDE (Eq. 2, 4, 5) by Euler–Maruyama.
-
-    t_star: how far to diffuse, in (0, 1].   dt, steps: the size or the number of the steps; dt = 1e-3 if neither.
-    spacing: grid uniform in "t", "log_snr" or "root_sigma" (√σ, σ = std/√α).   end: where the path ends.
-    denoise: one last denoising step there.
-    jitter: Δ of a random t*, uniform in [t* - Δ, t* + Δ] for each image, for the whole process.
-    forward: "continuous" diffuses with α(t*), "discrete" with the chain's ᾱ, as the authors' code does.
-    """
+    """The paper's purifier: the reverse VP-SDE (Eq. 2, 4, 5) by Euler–Maruyama."""
 
     def path(self, score: ScoreModel, times: Tensor, noise: NoiseSource) -> EulerPath:
         return EulerPath(
@@ -185,8 +186,10 @@ def reverse_drift(score: ScoreModel, noise_free: bool = False) -> Drift:
 class FewStep(_Continuous):
     """The reverse SDE in few steps, by an exponential integrator of first or second order (see `ExponentialPath`).
 
-    order 1 calls the score once a step, order 2 twice. Other arguments as for `ReverseSDE`, with 10 steps uniform in
-    √σ down to end = 1e-3 and a last denoising call there as defaults: 21 calls in all.
+    Arguments as for `ReverseSDE`, with 10 steps uniform in √σ down to end = 1e-3 and a last denoising call there as
+    defaults: 21 calls in all.
+
+    order: 1 calls the score once per step, 2 calls it twice.
     """
 
     steps: int | None = 10
@@ -209,8 +212,8 @@ class FewStep(_Continuous):
 class OneShot:
     """Diffuse to t*, then E[x(0) | x(t*)] in one call of the score."""
 
-    t_star: float = 0.1
-    jitter: float = 0.0
+    t_star: float = 0.1  # how far to diffuse, in (0, 1]
+    jitter: float = 0.0  # Δ of a random t*, as for `ReverseSDE`
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -237,10 +240,10 @@ class Langevin:
     """
 
     variance: float = 100.0  # σ²: how freely x leaves x_a
-    rate: float = 0.1  # λ
-    eta: float = 1.0  # η
-    score_time: float = 0.01
-    steps: int = 100
+    rate: float = 0.1  # λ: the speed of the dynamics
+    eta: float = 1.0  # η: the strength of the noise; 0 is deterministic
+    score_time: float = 0.01  # t_s: the time at which the score is asked
+    steps: int = 100  # Euler steps over one unit of time
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -336,7 +339,7 @@ class Ancestral(_Discrete):
 class DDIM(_Discrete):
     """DDIM: deterministic at eta = 0, the ancestral sampler at eta = 1."""
 
-    eta: float = 0.0
+    eta: float = 0.0  # the share of the ancestral noise
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from diffpure.errors import InputError
 
-Time = float | Tensor  # one time for the whole batch, or one an image: (B,) float64
+Time = float | Tensor  # one time for the whole batch, or one per image: (B,) float64
 
 STEPS: Final = 1000  # N of every discrete diffusion in the paper
 
@@ -37,7 +37,7 @@ def as_time(t: Time) -> Tensor:
 
 
 def over(coefficient: Tensor, x: Tensor) -> Tensor:
-    """A float64 coefficient, one for all or one an image, shaped and cast to multiply x (B, ...)."""
+    """A float64 coefficient, one for all or one per image, shaped and cast to multiply x (B, ...)."""
     coefficient = coefficient.to(device=x.device, dtype=x.dtype)
     return coefficient if coefficient.ndim == 0 else coefficient.reshape(-1, *[1] * (x.ndim - 1))
 

@@ -157,7 +157,7 @@ def attacked(
     seeds: Seeds = None,
     samples: int | None = None,
 ) -> list[bool]:
-    """The survivors of an attack, judged by as many samples as it takes itself unless told."""
+    """The survivors of an attack, evaluated with as many samples as it takes itself unless told."""
     chosen = Noise.of(seeds, len(x)).seeds
     z = attack(model, x, y, threat, seeds=chosen)
     eot = attack.ranking if samples is None else replace(attack.ranking, samples=samples)

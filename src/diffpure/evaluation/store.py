@@ -1,11 +1,11 @@
 """A run on the disk: a folder that a kill at any moment leaves whole.
 
-    rows.jsonl       the header, then one line a row; appended, flushed, fsynced
+    rows.jsonl       the header, then one line per row; appended, flushed, fsynced
     adversarial/     a safetensors file per batch and attack: z, images, labels and the images' dataset indices
     summary.json     the rates, once the run is complete
 
 A row is written only after the file with its adversarial image. A line that a kill cut short is removed on opening;
-every other file appears whole (written beside its place, then renamed) or not at all. One process at a time writes.
+every other file appears whole (written under another name, then renamed) or not at all. One process at a time writes.
 """
 
 from __future__ import annotations

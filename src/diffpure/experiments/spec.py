@@ -58,7 +58,8 @@ FORMAT: Final = 2  # of the hash: a change of what a value means is a new format
 class Reference:
     """A model by name: inside the package, official, a file, `timm:…`, `python:FILE.py:FUNCTION`.
 
-    like: the official checkpoint that a file is read as.   arguments: of a `python:` function.
+    name: such as "cifar10-resnet".   like: the official checkpoint that a file is read as.
+    arguments: of a `python:` function.
     """
 
     name: str
@@ -83,8 +84,10 @@ class Reference:
 class ModelSpec:
     """A classifier, alone or behind a purifier.
 
-    score, sampler: the diffusion purifier.   purifier: another one, a table such as {kind = "blur", sigma = 1.0} or a
-    reference to a user's own.   gradient: what attacks follow that name none.   rounds: purify that often in a row.
+    classifier: a name, a file or a table, see below.   score: the score model of the diffusion purifier, named alike;
+    without it and without `purifier` the undefended classifier is evaluated.   sampler: of the diffusion purifier.
+    purifier: another purifier, a table such as {kind = "blur", sigma = 1.0} or a reference to a user's own.
+    gradient: the mode for attacks that name none.   rounds: purify that many times in a row.
     """
 
     classifier: str | Table | Reference
@@ -120,6 +123,9 @@ class ModelSpec:
 class EvaluationSpec:
     """A model, images, a threat, attacks, decision rules and seeds: everything that fixes the rows of a run.
 
+    model: the classifier and what purifies before it.   data: the images.   threat: what an attacker may do.
+    attacks: a list of tables, each with a kind.   rules: when an image counts as correctly classified.
+    seeds: one repetition of the whole evaluation per seed.   name: what the result is called; no part of the hash.
     batch: how many images are attacked together; part of the spec because it decides how sums round.
     probe: on how many images the checks attack again with more EOT samples, more steps and no budget, at about eight
     times the cost per image.

@@ -61,7 +61,11 @@ Settings = Mapping[str, Any]  # path in a spec, such as "model.sampler.t_star", 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Reported:
-    """What somebody reported, in per cent; robust may be a range in words."""
+    """What somebody reported, in per cent.
+
+    clean: accuracy without attack.   robust: accuracy under attack, a number or a range in words.
+    source: who reported it.
+    """
 
     clean: float | None = None
     robust: float | str | None = None
@@ -73,6 +77,8 @@ class Reported:
 class TableRow:
     """One line of a table: how it differs from the base, and what was reported for it.
 
+    name: what the line is called.   set: overrides of the base, by path.   sweep: lists of values by path, one run
+    each.   reported: published numbers that are printed beside.   run: false for a line of reported numbers only.
     at: the scales at which it is run; all if none is named.   scales: how it differs further at a scale.
     """
 
@@ -112,7 +118,10 @@ class Rung:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """What a figure of the table shows along its axis: a path in the spec, and its label."""
+    """What a figure of the table shows along its axis.
+
+    axis: a path in the spec.   label: what the axis is called.
+    """
 
     axis: str
     label: str
@@ -136,7 +145,14 @@ class Entry:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A title, a base spec (or the settings of another kind of measurement), rows, and what is printed of them."""
+    """A title, a base spec (or the settings of another kind of measurement), rows, and what is printed of them.
+
+    title: what the table is called.   base: a spec.   rows: the lines.   source: the table of the paper that it
+    repeats.   note: a sentence printed below.   headline: which robust accuracy is printed, "worst case" or "minimum".
+    rule: the decision rule of the printed numbers.   sweep: a sweep of every row.   figure: what is drawn.
+    scales: overrides of every row by the name of a scale, for `--scale`.   kind: what is measured.   claims: what the
+    paper says of the order of its rows.
+    """
 
     title: str
     rows: tuple[TableRow, ...]

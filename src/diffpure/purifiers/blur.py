@@ -21,7 +21,10 @@ from diffpure.purify import CallPath, PurifierBase
 
 @final
 class Blur(PurifierBase):
-    """A Gaussian blur of `sigma` pixels."""
+    """A Gaussian blur.
+
+    sigma: its deviation in pixels.
+    """
 
     def __init__(self, sigma: float = 1.0, gradient: Gradient = "exact", *, rounds: int = 1) -> None:
         super().__init__(gradient, rounds=rounds)

@@ -1,11 +1,11 @@
-"""Adversarial training: the loss of a batch against an attacker who moves while the network learns.
+"""Adversarial training: the loss of a batch against an attack that is repeated while the network learns.
 
     PGD     min_θ  CE(f(x'), y),                      x' = argmax CE(f(x'), y)              (Madry et al. 2018)
     TRADES  min_θ  CE(f(x), y) + β KL(f(x) ‖ f(x')),  x' = argmax KL(f(x) ‖ f(x'))          (Zhang et al. 2019)
 
-The maximum is sought by the moves of PGD inside the project's threats; a single step of 1.25 ε from a random start is
+The maximum is sought by the steps of PGD inside the project's threats; a single step of 1.25 ε from a random start is
 the fast form of Wong, Rice & Kolter (2020). Unlike the attack `PGD`, which keeps the best of all its iterates and so
-looks at the first and the last of them too, training wants the last iterate only: a step costs one gradient of the
+evaluates the first and the last of them too, training wants the last iterate only: a step costs one gradient of the
 input and nothing else. The attacker sees the model in evaluation mode and leaves no trace in its statistics.
 """
 
@@ -29,7 +29,7 @@ Loss = Callable[[Tensor], Tensor]  # logits (B, K) -> a scalar to ascend
 @final
 @dataclass(frozen=True, kw_only=True)
 class Adversary:
-    """Against whom to train: a threat, the moves inside it, and β of TRADES (None: plain adversarial training)."""
+    """Against whom to train: a threat, the steps inside it, and β of TRADES (None: plain adversarial training)."""
 
     threat: ThreatModel
     iterations: int = 10
@@ -56,7 +56,7 @@ class Adversary:
         return clean + self.trades * _divergence(logits, model(attacked))
 
     def _attacked(self, model: nn.Module, x: Tensor, loss: Loss, seeds: Tensor) -> Tensor:
-        """The images (B, C, H, W) in [0, 1] after the attacker's last move from a random start."""
+        """The images (B, C, H, W) in [0, 1] after the attack's last step from a random start."""
         threat, size = self.threat, self.step_size or 2.5 * self.threat.eps / self.iterations
         was_training = model.training
         model.eval()

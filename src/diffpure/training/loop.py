@@ -1,12 +1,12 @@
 """One training loop for everything: batches that are pure functions of the step, checkpoints that survive kill -9.
 
 Order of the data, augmentation and noise of step k come from (seed, k) alone, never from a generator that runs along,
-so a run that is killed at any moment and started again walks the same trajectory, bit for bit on the same machine
-with the same number of threads. What is saved is the step, the weights, their average and the optimiser, with the
-options and the precision of the run, which goes on with the same ones only; it is written beside its place, flushed and
+so a run that is killed at any moment and started again walks the same trajectory, bit for bit on the same machine with
+the same number of threads. What is saved is the step, the weights, their average and the optimiser, with the options
+and the precision of the run, which goes on with the same ones only; it is written under another name, flushed and
 renamed, so that a checkpoint is either whole or absent.
 
-A batch is cut into one part a thread, and each thread takes its part through its own replica of the network, which
+A batch is cut into one part per thread, and each thread takes its part through its own replica of the network, which
 shares the weights; the gradients are added in a fixed order. On a busy machine this wastes far less than threads
 inside every operation, which all wait for the slowest at each of them.
 """
@@ -40,7 +40,7 @@ from diffpure.noise import mix
 from diffpure.training.precision import DTYPES, check, settle
 
 State = dict[str, Tensor]
-Batch = Callable[[int], tuple[Tensor, ...]]  # the tensors of a step, each with one row an example
+Batch = Callable[[int], tuple[Tensor, ...]]  # the tensors of a step, each with one row per example
 Loss = Callable[..., Tensor]  # (model, *rows of those tensors) -> their mean loss, a scalar
 Schedule = Callable[[float], float]  # progress in [0, 1) -> factor on the learning rate
 CHECKPOINT: Final = "checkpoint.pt"
@@ -80,7 +80,7 @@ def generator(seed: int, step: int, purpose: int = 0) -> torch.Generator:
 
 
 def batch_indices(seed: int, step: int, size: int, batch: int) -> tuple[int, Tensor]:
-    """The epoch of a step and the indices of its batch: a permutation an epoch, no partial batches."""
+    """The epoch of a step and the indices of its batch: one permutation per epoch, no partial batches."""
     per_epoch = size // batch
     if per_epoch < 1:
         raise InputError(f"A batch of {batch} images cannot be drawn from {size}; give at least one batch of images.")

@@ -2,7 +2,7 @@
 
 What a processor announces cannot be trusted: a virtual machine may show the flag and kill the process at the first
 instruction, and without the hardware bfloat16 is emulated and slower. So a child process tries a training step in both
-and this process looks at how it ended. Weights, their average and the optimiser stay in float32.
+and this process reads how it ended. Weights, their average and the optimiser stay in float32.
 """
 
 from __future__ import annotations

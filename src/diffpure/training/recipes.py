@@ -1,4 +1,4 @@
-"""How the models inside the package are made: one recipe a model, which is the whole command of its card.
+"""How the models inside the package are made: one recipe per model, which is the whole command of its card.
 
 `follow` builds the network from the seed, trains it on CIFAR-10's training set and returns it with its averaged
 weights; a run that was killed goes on when the same recipe is followed in the same folder. `export` writes the file
@@ -36,7 +36,7 @@ HELD_OUT: Final = 500  # the last training images, which a score is watched on a
 @final
 @dataclass(frozen=True)
 class Recipe:
-    """A network, built with a look at the training images, and how to train it."""
+    """A network, built for the training images, and how to train it."""
 
     build: Callable[[Images], nn.Module]
     config: ScoreConfig | ClassifierConfig

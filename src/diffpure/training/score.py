@@ -46,7 +46,7 @@ class ScoreConfig:
     clip: float = 1.0
     decay: float = 0.999
     t_max: float = 0.3
-    power: float = 2.0  # t = t_max · u^power: 1 is uniform, more looks longer at small times
+    power: float = 2.0  # t = t_max · u^power: 1 is uniform, more trains more at small times
     weighting: str = "edm"
     flip: bool = True
     seed: int = 0
