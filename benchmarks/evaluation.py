@@ -32,11 +32,11 @@ from diffpure.diffusion.score import EpsilonScore
 from diffpure.diffusion.sde import VPSDE, over
 from diffpure.evaluation.engine import Local
 from diffpure.evaluation.evaluate import Progress, evaluate
-from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import CLEAN, Row, read_rows
 from diffpure.evaluation.store import read_tensors
 from diffpure.purifiers.diffusion import Purifier
 from diffpure.purify import Defense
+from diffpure.results.result import Result
+from diffpure.results.rows import CLEAN, Row, read_rows
 from diffpure.threats import Linf
 
 STEPS = 8 * 2 * 11  # of the evaluation below: eight batches, two attacks, eleven steps

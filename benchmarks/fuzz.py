@@ -36,8 +36,6 @@ import diffpure as dp
 from diffpure.attacks import PGD, Square
 from diffpure.classifiers.load import load_classifier
 from diffpure.evaluation.evaluate import run as run_evaluation
-from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import ROWS, SUMMARY, _checksum, read_rows
 from diffpure.evaluation.setup import Evaluation, Settings, set_up
 from diffpure.evaluation.verify import verify
 from diffpure.evaluation.verify_files import verify_files
@@ -46,6 +44,8 @@ from diffpure.experiments.table import Table, shipped_tables
 from diffpure.pictures.gallery import FILE, Gallery
 from diffpure.report.page import write
 from diffpure.report.runs import read_run
+from diffpure.results.result import Result
+from diffpure.results.rows import ROWS, SUMMARY, _checksum, read_rows
 from diffpure.scores.load import load_score
 
 MIB = 1 << 20

@@ -7,7 +7,7 @@ import sys
 
 import diffpure as dp
 from diffpure.data.samples import samples
-from diffpure.evaluation.rows import Rate
+from diffpure.results.rows import Rate
 
 n = int(sys.argv[1]) if len(sys.argv) > 1 else 32
 images, labels = samples(n)

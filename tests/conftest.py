@@ -10,7 +10,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from diffpure.evaluation.results import Result
+    from diffpure.results.result import Result
     from goldens import Paper
 
 os.environ.pop("COLUMNS", None)  # a console that is made while it is set keeps that width; tests set their own

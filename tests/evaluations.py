@@ -14,13 +14,13 @@ from diffpure.attacks import APGD, EOT, PGD, Attack, Square
 from diffpure.data.sources import Dataset
 from diffpure.diffusion.samplers import ReverseSDE
 from diffpure.evaluation.evaluate import evaluate
-from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import Row
 from diffpure.evaluation.setup import Evaluation, Settings, set_up
 from diffpure.experiments.load import Loader
 from diffpure.experiments.spec import EvaluationSpec, ModelSpec
 from diffpure.purifiers.diffusion import Purifier
 from diffpure.purify import Defense, PurifierBase
+from diffpure.results.result import Result
+from diffpure.results.rows import Row
 from diffpure.threats import Linf
 from problems import images, tiny_classifier, tiny_unet
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import CLEAN, FORMAT, Row
 from diffpure.pictures.gallery import Gallery
 from diffpure.report.runs import ReportedRun
+from diffpure.results.result import Result
+from diffpure.results.rows import CLEAN, FORMAT, Row
 
 PAYLOAD = '{0}"><script>alert({0})</script><img src=x onerror=\'alert({0})\'><a href="javascript:alert({0})">`</title>'
 PGD = {"title": "PGD-20, EOT 8, step 2/255", "gradient": "exact", "approximate": False, "value": "PGD(…)"}

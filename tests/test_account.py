@@ -31,11 +31,11 @@ from diffpure.diffusion.score import EpsilonScore
 from diffpure.errors import InputError
 from diffpure.evaluation.cost import account
 from diffpure.evaluation.evaluate import run
-from diffpure.evaluation.rows import CLEAN
 from diffpure.evaluation.setup import Evaluation, Settings, set_up
 from diffpure.meter import CALLS
 from diffpure.purifiers.diffusion import Purifier
 from diffpure.purify import Defense
+from diffpure.results.rows import CLEAN
 from diffpure.threats import Flow, Linf
 from problems import images, tiny_classifier, tiny_unet
 

@@ -23,12 +23,12 @@ from typer.testing import CliRunner
 import diffpure as dp
 from diffpure import cli
 from diffpure.errors import InputError
-from diffpure.evaluation.rows import Rate
 from diffpure.experiments import demo as demonstration
 from diffpure.experiments import load as experiments
 from diffpure.experiments.load import run_spec, shipped_specs
 from diffpure.experiments.spec import EvaluationSpec
 from diffpure.models.cards import cards
+from diffpure.results.rows import Rate
 
 runner = CliRunner()
 

@@ -9,9 +9,9 @@ import pytest
 from scipy.stats import binomtest
 
 from diffpure.errors import InputError
-from diffpure.evaluation.compare import Pairs, compare
-from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import Row
+from diffpure.results.compare import Pairs, compare
+from diffpure.results.result import Result
+from diffpure.results.rows import Row
 
 MODEL = {"title": "a model", "gradient": "exact", "approximate": False, "stochastic": False, "parts": {}}
 

@@ -11,8 +11,8 @@ from diffpure.attacks.base import Spending
 from diffpure.diffusion.gradients import BPDA, Exact, saved_bytes
 from diffpure.evaluation import cost
 from diffpure.evaluation.cost import duration, images_per_call
-from diffpure.evaluation.rows import CLEAN
 from diffpure.meter import CALLS
+from diffpure.results.rows import CLEAN
 from evaluations import COUNT, defense, ready
 from problems import images, tiny_classifier
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from diffpure.attacks import PGD
 from diffpure.errors import InputError
 from diffpure.evaluation.evaluate import Tick, evaluate
-from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import CLEAN, Row, _checksum
 from diffpure.purifiers.blur import Blur
 from diffpure.purify import Defense
+from diffpure.results.result import Result
+from diffpure.results.rows import CLEAN, Row, _checksum
 from evaluations import THREAT, problem, settle, timeless
 
 

@@ -16,13 +16,13 @@ from diffpure.diffusion.samplers import OneShot
 from diffpure.errors import InputError
 from diffpure.evaluation.engine import Local
 from diffpure.evaluation.evaluate import evaluate
-from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import CLEAN
 from diffpure.evaluation.setup import Settings, set_up
 from diffpure.pictures.pngs import save_pngs
 from diffpure.purifiers.blur import Blur
 from diffpure.purifiers.diffusion import Purifier
 from diffpure.purify import Defense
+from diffpure.results.result import Result
+from diffpure.results.rows import CLEAN
 from diffpure.threats import L2, Linf
 from evaluations import THREAT, Linear, attacks, defense, line_up, problem, settle, timeless
 from problems import images, tiny_unet

@@ -7,9 +7,9 @@ import pytest
 from diffpure.attacks import PGD, Square
 from diffpure.errors import InputError
 from diffpure.evaluation.evaluate import evaluate
-from diffpure.evaluation.rows import CLEAN, WORST
 from diffpure.experiments.load import run_folder, run_spec, verify_run
 from diffpure.report.runs import read_run
+from diffpure.results.rows import CLEAN, WORST
 from evaluations import TINY, Linear, defense, line_up, problem, spec_of
 from problems import tiny_classifier
 

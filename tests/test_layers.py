@@ -29,6 +29,7 @@ LAYERS = (
     "threats",
     "attacks",
     "adapters",
+    "results",
     "evaluation",
     "pictures",
     "advice",

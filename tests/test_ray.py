@@ -17,10 +17,10 @@ from diffpure.diffusion.samplers import ReverseSDE
 from diffpure.errors import InputError
 from diffpure.evaluation.engine import Engine, Local, Ray
 from diffpure.evaluation.evaluate import evaluate
-from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import read_rows
 from diffpure.purifiers.diffusion import Purifier
 from diffpure.purify import Defense
+from diffpure.results.result import Result
+from diffpure.results.rows import read_rows
 from diffpure.threats import Linf
 from evaluations import timeless
 from problems import images, tiny_classifier, tiny_unet

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from diffpure.evaluation.rows import CLEAN
 from diffpure.report.page import html
+from diffpure.results.rows import CLEAN
 from reports import PGD, hostile, pictures, reported
 
 

@@ -16,8 +16,6 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from diffpure.errors import InputError
-from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import CLEAN, Row
 from diffpure.experiments.spec import EvaluationSpec
 from diffpure.pictures.gallery import Gallery
 from diffpure.report import words
@@ -28,6 +26,8 @@ from diffpure.report.plots import encoded, trade_off
 from diffpure.report.runs import ReportedRun, read_run
 from diffpure.report.tables import conclusion, images
 from diffpure.report.texts import as_json, comma_separated, markdown
+from diffpure.results.result import Result
+from diffpure.results.rows import CLEAN, Row
 from reports import PAYLOAD, PGD, hostile, pictures, reported
 
 # ----------------------------------------------------------------------------------------------- sentences and words

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffpure.errors import InputError
-from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import CLEAN, FORMAT, MINIMUM, WORST, Rate, Row, Rule, ordered, read_rows
+from diffpure.results.result import Result
+from diffpure.results.rows import CLEAN, FORMAT, MINIMUM, WORST, Rate, Row, Rule, ordered, read_rows
 
 
 def row(image: int, attack: str, predictions: list[int], *, seed: int = 0, label: int = 0, **more: object) -> Row:
@@ -289,7 +289,7 @@ def test_a_damaged_summary_is_one_sentence(tmp_path, text):
 
 
 def test_no_torch_is_needed():
-    code = "import sys, diffpure.evaluation.results; print('torch' in sys.modules)"
+    code = "import sys, diffpure.results.result; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 
 

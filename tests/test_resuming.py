@@ -19,11 +19,11 @@ from diffpure.attacks import PGD, AttackRun
 from diffpure.errors import InputError
 from diffpure.evaluation.engine import Keeper, Local, Step
 from diffpure.evaluation.evaluate import Tick, _effort, _ticker, evaluate, run
-from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import CLEAN, read_rows
 from diffpure.evaluation.setup import Evaluation
 from diffpure.evaluation.store import Store
 from diffpure.evaluation.units import Done, Unit
+from diffpure.results.result import Result
+from diffpure.results.rows import CLEAN, read_rows
 from diffpure.threats import Linf
 from evaluations import BATCH, COUNT, RULES, THREAT, Linear, attacks, defense, line_up, problem, ready, settle, timeless
 

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from diffpure import cli
 from diffpure.cli.base import app
 from diffpure.errors import InputError
-from diffpure.evaluation.catalogue import describe
 from diffpure.experiments import load
 from diffpure.experiments.load import shipped_specs
 from diffpure.experiments.spec import EvaluationSpec
 from diffpure.experiments.table import setting
+from diffpure.results.catalogue import describe
 from problems import tiny_unet
 
 SPEC = """
@@ -201,7 +201,7 @@ def test_listing_and_comparing_do_not_wait_for_torch(tmp_path):
     code = (
         "import sys; from diffpure.cli import app\n"
         f"app(['runs', 'list', {str(tmp_path)!r}], standalone_mode=False)\n"
-        "import diffpure.evaluation.compare\nprint('torch' in sys.modules)"
+        "import diffpure.results.compare\nprint('torch' in sys.modules)"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert found.stdout.splitlines()[-1] == "False", found.stderr

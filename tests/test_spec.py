@@ -14,9 +14,9 @@ from diffpure.attacks import ATTACKS, BPDA_EOT, EOT, PGD, PGD_LEE_KIM, Attack, S
 from diffpure.data.sources import load as load_data
 from diffpure.diffusion.gradients import Adjoint, Exact, Surrogate
 from diffpure.errors import InputError
-from diffpure.evaluation.results import Result
 from diffpure.experiments.load import run_folder, run_spec, shipped_specs, verify_run
 from diffpure.experiments.spec import EvaluationSpec
+from diffpure.results.result import Result
 from diffpure.threats import Linf
 from evaluations import TINY, problem, spec_of
 

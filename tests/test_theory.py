@@ -16,8 +16,8 @@ from diffpure.diffusion.gradients import walk
 from diffpure.diffusion.samplers import DDIM, FewStep, OneShot, ReverseSDE
 from diffpure.diffusion.sde import VPSDE
 from diffpure.errors import InputError
-from diffpure.evaluation.rows import Rate
 from diffpure.noise import Noise
+from diffpure.results.rows import Rate
 from diffpure.scores import GaussianScore
 from diffpure.theory import (
     Mixture,

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import CLEAN, Row, _checksum, ordered, read_rows
 from diffpure.evaluation.setup import Settings, set_up
 from diffpure.evaluation.units import attack_seeds, classify, evaluation_seeds
 from diffpure.evaluation.verify import Verification, verify
 from diffpure.evaluation.warn import of_rows
 from diffpure.purify import Defense
+from diffpure.results.result import Result
+from diffpure.results.rows import CLEAN, Row, _checksum, ordered, read_rows
 from diffpure.threats import Linf
 from evaluations import BATCH, COUNT, RULES, THREAT, attacks, defense, problem, ready, settle
 from problems import tiny_classifier

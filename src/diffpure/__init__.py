@@ -52,10 +52,7 @@ if TYPE_CHECKING:
     from diffpure.diffusion.sde import VPSDE as VPSDE
     from diffpure.diffusion.sde import DiscreteVP as DiscreteVP
     from diffpure.errors import InputError as InputError
-    from diffpure.evaluation.compare import Comparison as Comparison
-    from diffpure.evaluation.compare import compare as compare
     from diffpure.evaluation.evaluate import evaluate as evaluate
-    from diffpure.evaluation.results import Result as Result
     from diffpure.evaluation.revive import verify as verify
     from diffpure.noise import Noise as Noise
     from diffpure.pictures.make import keep_pictures as keep_pictures
@@ -63,6 +60,9 @@ if TYPE_CHECKING:
     from diffpure.purify import Defense as Defense
     from diffpure.purify import PurifierBase as PurifierBase
     from diffpure.report.page import write_report as write_report
+    from diffpure.results.compare import Comparison as Comparison
+    from diffpure.results.compare import compare as compare
+    from diffpure.results.result import Result as Result
     from diffpure.scores.denoiser import DenoiserScore as DenoiserScore
     from diffpure.scores.hf import from_diffusers as from_diffusers
     from diffpure.scores.load import load_score as load_score
@@ -103,12 +103,12 @@ _HOMES = {
         "samples",
     ),
     "diffpure.errors": ("InputError",),
-    "diffpure.evaluation.compare": (
+    "diffpure.results.compare": (
         "Comparison",
         "compare",
     ),
     "diffpure.evaluation.evaluate": ("evaluate",),
-    "diffpure.evaluation.results": ("Result",),
+    "diffpure.results.result": ("Result",),
     "diffpure.evaluation.revive": ("verify",),
     "diffpure.pictures.make": ("keep_pictures",),
     "diffpure.report.page": ("write_report",),

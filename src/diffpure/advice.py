@@ -22,10 +22,10 @@ from diffpure.diffusion.samplers import ReverseSDE, Sampler
 from diffpure.diffusion.score import ScoreModel, ScoreWrapper, as_score
 from diffpure.diffusion.sde import STEPS
 from diffpure.errors import InputError
-from diffpure.evaluation.rows import Rate
 from diffpure.named import brief
 from diffpure.noise import Noise, Seeds
 from diffpure.purifiers.diffusion import Purifier
+from diffpure.results.rows import Rate
 from diffpure.theory import distance_bound, kl_bound_of_perturbation
 from diffpure.threats import L2, AnyThreat, Linf, ThreatModel, threat_of
 from diffpure.validate import as_images, as_labels

@@ -23,8 +23,8 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare two runs, paired per image, with McNemar's exact test."""
-    from diffpure.evaluation.catalogue import describe
-    from diffpure.evaluation.compare import compare as paired
+    from diffpure.results.catalogue import describe
+    from diffpure.results.compare import compare as paired
 
     first, second = describe(a), describe(b)
     found = paired(first.result, second.result, rule)

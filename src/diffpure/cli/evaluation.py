@@ -187,9 +187,9 @@ def verify(
 ) -> None:
     """Check runs from their files: what is proven, and what is only claimed."""
     use_threads(threads)
-    from diffpure.evaluation.catalogue import find_runs
     from diffpure.evaluation.verify_files import verify_files
     from diffpure.experiments.load import verify_run
+    from diffpure.results.catalogue import find_runs
 
     if rows_only and (again or allow_code):
         raise InputError("--rows-only asks no model, so that --again and --allow-code have nothing to do with it.")
@@ -219,7 +219,7 @@ def verify(
 
 def _device_of(run: Path) -> DeviceName:
     """The kind of device that a run was computed on: another kind rounds differently."""
-    from diffpure.evaluation.rows import read_rows
+    from diffpure.results.rows import read_rows
 
     header, _ = read_rows(run, on_bad=lambda _: None)
     kind = str(header.get("machine", {}).get("device")).partition(":")[0]

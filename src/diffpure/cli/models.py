@@ -69,7 +69,7 @@ def _words(value: Any) -> RenderableType:
 
 
 def _rate(measured: Mapping[str, Any]) -> str:
-    from diffpure.evaluation.rows import Rate
+    from diffpure.results.rows import Rate
 
     rate = Rate(measured["correct"], measured["total"])
     about = "; ".join(measured[key] for key in ("attack", "test_set") if key in measured)

@@ -12,7 +12,7 @@ from diffpure.cli.output import print_json
 from diffpure.errors import InputError
 
 if TYPE_CHECKING:
-    from diffpure.evaluation.catalogue import RunInfo
+    from diffpure.results.catalogue import RunInfo
 
 runs_app = typer.Typer(help="List, show and delete runs of evaluations.", no_args_is_help=True)
 app.add_typer(runs_app, name="runs")
@@ -26,7 +26,7 @@ def list_runs(
     as_json: AsJson = False,
 ) -> None:
     """List the runs in a folder: how far each has come, under which threat and attacks, and what it found."""
-    from diffpure.evaluation.catalogue import describe, find_runs
+    from diffpure.results.catalogue import describe, find_runs
 
     if not home.is_dir():
         raise InputError(f"There is no folder {home}; name the one that holds your runs.")
@@ -60,7 +60,7 @@ def _lines(run: RunInfo) -> list[str]:
 @runs_app.command(epilog="Example: diffpure runs show runs/mine")
 def show(run: Run, as_json: AsJson = False) -> None:
     """Show one run: its rates with intervals, its attacks, what it cost and its warnings."""
-    from diffpure.evaluation.catalogue import describe
+    from diffpure.results.catalogue import describe
 
     found = describe(run)
     if as_json:
@@ -75,7 +75,7 @@ def show(run: Run, as_json: AsJson = False) -> None:
 @runs_app.command(epilog="Example: diffpure runs rm runs/mine --yes")
 def rm(run: Run, yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False) -> None:
     """Delete a run with its adversarial images; what is no run is refused."""
-    from diffpure.evaluation.catalogue import describe, remove_run
+    from diffpure.results.catalogue import describe, remove_run
 
     found = describe(run)
     say(f"{run}: {found.name} ({found.state})")

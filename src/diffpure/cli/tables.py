@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from diffpure.evaluation.engine import Engine
-    from diffpure.evaluation.results import Result
     from diffpure.experiments.load import Loader
     from diffpure.experiments.spec import EvaluationSpec
     from diffpure.experiments.table import Table
+    from diffpure.results.result import Result
 
 Scale = Annotated[str, typer.Option(help="small, or another scale that the table has.")]
 

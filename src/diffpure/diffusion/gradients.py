@@ -14,7 +14,7 @@ adjoint costs, and the adjoint's error (it evaluates the Jacobians at other stat
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, final
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from diffpure.diffusion.memory import saved_bytes
 from diffpure.diffusion.paths import EulerPath, Path, for_batch, reading
 from diffpure.diffusion.sde import over
 from diffpure.errors import InputError, unknown
@@ -190,23 +191,6 @@ def _room(path: Path, x: Tensor, memory: int | None) -> int:
 def graph_bytes(path: Path, x: Tensor) -> int:
     """The bytes that autograd saves for one step (the first) beside the network's weights."""
     return saved_bytes(lambda: _Graph.of(path, x, 0), path.weights())
-
-
-def saved_bytes(work: Callable[[], object], weights: Iterable[Tensor] = ()) -> int:
-    """The bytes that autograd saves for some work, beside the given weights."""
-    known = {w.untyped_storage().data_ptr() for w in weights}
-    saved: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        kept = work()  # the graph must live until it is counted
-    del kept
-    return sum(saved.values())
 
 
 # -------------------------------------------------------------------------------------------------------- adjoint

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from diffpure.attacks.base import Attack, Spending
 from diffpure.attacks.losses import Model, call
-from diffpure.diffusion.gradients import Backprop, Exact, GradientMode, graph_bytes, saved_bytes
+from diffpure.diffusion.gradients import Backprop, Exact, GradientMode, graph_bytes
+from diffpure.diffusion.memory import saved_bytes
 from diffpure.evaluation.units import Job, Seeded, Unit, device_of
 from diffpure.meter import CALLS
 from diffpure.noise import Noise

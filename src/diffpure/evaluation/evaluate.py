@@ -20,14 +20,14 @@ from diffpure.attacks.losses import Model
 from diffpure.errors import InputError, unknown
 from diffpure.evaluation.cost import Estimate, account
 from diffpure.evaluation.engine import Engine, Keeper, Local
-from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import SUMMARY, Row, ordered
 from diffpure.evaluation.setup import Attacks, Evaluation, Settings, set_up
 from diffpure.evaluation.store import IMAGES, Store
 from diffpure.evaluation.units import Unit, device_of, threads
 from diffpure.evaluation.warn import warnings_of
 from diffpure.meter import CALLS
 from diffpure.named import checked
+from diffpure.results.result import Result
+from diffpure.results.rows import SUMMARY, Row, ordered
 from diffpure.threats import AnyThreat
 
 

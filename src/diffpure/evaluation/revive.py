@@ -14,11 +14,11 @@ from typing import Any, Final
 from diffpure.attacks import revive_attack
 from diffpure.attacks.losses import Model
 from diffpure.errors import InputError
-from diffpure.evaluation.rows import read_rows
 from diffpure.evaluation.setup import Evaluation, Settings, set_up
 from diffpure.evaluation.verify import Verification
 from diffpure.evaluation.verify import verify as verify_evaluation
 from diffpure.named import revive
+from diffpure.results.rows import read_rows
 from diffpure.threats import THREATS, ThreatModel
 
 CLAIMED_SPEC: Final = "that the spec in the header was evaluated (`diffpure verify` loads what it names)"

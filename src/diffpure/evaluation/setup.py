@@ -23,13 +23,13 @@ from diffpure.attacks.losses import Model, call
 from diffpure.attacks.presets import AnyAttack
 from diffpure.errors import InputError
 from diffpure.evaluation.cost import Estimate, estimate, images_per_call
-from diffpure.evaluation.rows import CLEAN, DEFAULT_RULES, FORMAT, Rule, slug
 from diffpure.evaluation.units import Batch, Job, Seeded, Unit, device_of, plan
 from diffpure.models.checkpoints import digest
 from diffpure.models.identity import Unidentifiable, identify
 from diffpure.named import brief, canonical, checked
 from diffpure.noise import whole_number
 from diffpure.purify import title_of
+from diffpure.results.rows import CLEAN, DEFAULT_RULES, FORMAT, Rule, slug
 from diffpure.threats import AnyThreat, threat_of
 from diffpure.validate import as_images, as_labels, check_logits
 

@@ -25,10 +25,10 @@ from torch import Tensor
 from diffpure.attacks import AttackRun
 from diffpure.disk import hold, one_sentence, write_whole
 from diffpure.errors import InputError
-from diffpure.evaluation.rows import ROWS, SUMMARY, Row, read_rows
 from diffpure.evaluation.setup import IDENTITY
 from diffpure.evaluation.units import Unit
 from diffpure.models.checkpoints import digest
+from diffpure.results.rows import ROWS, SUMMARY, Row, read_rows
 
 IMAGES: Final = "adversarial"
 STATE: Final = "state.safetensors"

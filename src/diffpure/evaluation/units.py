@@ -26,9 +26,9 @@ from diffpure.attacks import Attack, AttackRun, sample_seeds
 from diffpure.attacks.base import OnStep
 from diffpure.attacks.losses import Model, call
 from diffpure.attacks.state import COUNTERS, choose
-from diffpure.evaluation.rows import CLEAN, Row, Rule, slug
 from diffpure.meter import CALLS, metered
 from diffpure.noise import Noise, mix
+from diffpure.results.rows import CLEAN, Row, Rule, slug
 from diffpure.threats import ThreatModel
 from diffpure.validate import check_logits
 

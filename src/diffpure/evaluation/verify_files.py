@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from diffpure.errors import InputError
-from diffpure.evaluation.rows import CLEAN, read_rows
 from diffpure.evaluation.store import IMAGES, read_tensors
 from diffpure.evaluation.units import Unit
 from diffpure.evaluation.verify import CLAIMED, Rows, Verification, row_problems, summary_problems, where
+from diffpure.results.rows import CLEAN, read_rows
 from diffpure.threats import ThreatModel, threat_of
 
 PROVEN_FILES: Final = (

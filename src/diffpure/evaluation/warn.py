@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import Final
 
 from diffpure.evaluation import checks
-from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import CLEAN
 from diffpure.evaluation.setup import Evaluation
 from diffpure.evaluation.units import device_of
+from diffpure.results.result import Result
+from diffpure.results.rows import CLEAN
 from diffpure.threats import L2, Linf, ThreatModel
 
 _ASKED: Final = 16  # images whose cross-entropy is computed

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any, final
 
 from diffpure.evaluation.evaluate import Tick
-from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import Rate
 from diffpure.evaluation.store import IMAGES
 from diffpure.evaluation.units import Unit
 from diffpure.experiments.load import gallery_of, run_folder, run_spec
 from diffpure.experiments.spec import EvaluationSpec
 from diffpure.pictures.gallery import Gallery
+from diffpure.results.result import Result
+from diffpure.results.rows import Rate
 
 Progress = Callable[[str, int, int], None]  # (what, done, of)
 

@@ -23,8 +23,6 @@ from diffpure.errors import InputError
 from diffpure.evaluation.cost import Estimate
 from diffpure.evaluation.engine import Engine
 from diffpure.evaluation.evaluate import Choice, Progress, run
-from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import read_rows
 from diffpure.evaluation.setup import Evaluation, Settings, set_up
 from diffpure.evaluation.verify import Verification, verify
 from diffpure.experiments.spec import EvaluationSpec, ModelSpec, Reference
@@ -34,6 +32,8 @@ from diffpure.pictures.make import make_gallery
 from diffpure.purifiers import make_purifier
 from diffpure.purifiers.diffusion import Purifier
 from diffpure.purify import Defense, PurifierBase, as_purifier
+from diffpure.results.result import Result
+from diffpure.results.rows import read_rows
 from diffpure.scores.load import load_score
 
 

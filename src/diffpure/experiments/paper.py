@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, final
 
-from diffpure.evaluation.compare import Pairs
-from diffpure.evaluation.results import Result
 from diffpure.experiments import measure, search
 from diffpure.experiments.needs import missing
 from diffpure.experiments.table import EVALUATION, HEADINGS, SMALL, Claim, Table, shipped_tables
+from diffpure.results.compare import Pairs
+from diffpure.results.result import Result
 
 PREFIX: Final = "paper/"
 FULL: Final = "full"

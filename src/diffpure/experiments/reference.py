@@ -21,11 +21,11 @@ from diffpure.data.sources import SOURCES, DataSpec
 from diffpure.diffusion.gradients import GRADIENT_MODES
 from diffpure.diffusion.samplers import SAMPLERS
 from diffpure.errors import unknown
-from diffpure.evaluation import rows
 from diffpure.experiments.spec import EvaluationSpec, ModelSpec, Reference
 from diffpure.experiments.table import Figure, Reported, Table, TableRow
 from diffpure.named import brief, changed, short
 from diffpure.purifiers import PURIFIERS
+from diffpure.results import rows
 from diffpure.threats import THREATS
 
 Line = tuple[str, str, str]  # a key, its default, what it means

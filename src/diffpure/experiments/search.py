@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from diffpure.errors import InputError
-from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import Rate
 from diffpure.experiments.spec import EvaluationSpec
 from diffpure.experiments.table import SMALL, Rung, Table, finished, override
+from diffpure.results.result import Result
+from diffpure.results.rows import Rate
 
 Setting = Mapping[str, Any]  # path in the spec to its value
 Measure = Callable[[EvaluationSpec], Result | None]  # the finished run of a spec; None: not to be run now

@@ -42,10 +42,10 @@ from diffpure.data.sources import DataSpec
 from diffpure.diffusion.gradients import gradient_mode
 from diffpure.diffusion.samplers import sampler_of
 from diffpure.errors import InputError
-from diffpure.evaluation.rows import DEFAULT_RULES, Rule
 from diffpure.models.code import is_code
 from diffpure.named import changed, construct, lookup, too_deep
 from diffpure.purifiers import PURIFIERS
+from diffpure.results.rows import DEFAULT_RULES, Rule
 from diffpure.threats import Linf, ThreatModel, threat_of
 
 Table = Mapping[str, Any]

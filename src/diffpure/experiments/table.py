@@ -41,11 +41,11 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self, final
 
 from diffpure.errors import InputError, unknown
-from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import CLEAN, MINIMUM, ROWS, WORST, Rate, Rule
 from diffpure.experiments.load import run_folder
 from diffpure.experiments.spec import EvaluationSpec, read_toml
 from diffpure.named import construct, too_deep
+from diffpure.results.result import Result
+from diffpure.results.rows import CLEAN, MINIMUM, ROWS, WORST, Rate, Rule
 
 SMALL: Final = "small"  # the scale of the base itself
 

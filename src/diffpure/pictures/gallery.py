@@ -25,8 +25,8 @@ from safetensors.numpy import save
 
 from diffpure.disk import write_whole
 from diffpure.errors import InputError
-from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import CLEAN
+from diffpure.results.result import Result
+from diffpure.results.rows import CLEAN
 
 FILE: Final = "pictures.safetensors"  # in the folder of a run
 GIVEN: Final = "given"  # the first stage of a run without attacks

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from diffpure.attacks.losses import call
 from diffpure.errors import InputError
-from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import CLEAN
 from diffpure.evaluation.setup import Evaluation
 from diffpure.evaluation.store import IMAGES, read_tensors
 from diffpure.evaluation.units import attack_seeds, device_of, evaluation_seeds, threads
 from diffpure.pictures.gallery import GIVEN, Gallery, eight_bits, kept_gallery, strongest
+from diffpure.results.result import Result
+from diffpure.results.rows import CLEAN
 
 
 def make_gallery(folder: str | Path, evaluation: Evaluation, count: int = 8) -> Gallery:

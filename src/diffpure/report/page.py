@@ -21,11 +21,11 @@ from markupsafe import Markup, escape
 
 from diffpure.disk import one_sentence, write_whole
 from diffpure.errors import InputError, unknown
-from diffpure.evaluation.results import Result
 from diffpure.report import panels, plots, tables, words
 from diffpure.report.axes import Axis, sweeps
 from diffpure.report.runs import ReportedRun, attacked, read_run
 from diffpure.report.texts import as_json, comma_separated, markdown
+from diffpure.results.result import Result
 
 
 def html(runs: Sequence[ReportedRun], remark: str = "", axes: Sequence[Axis] | None = None) -> str:

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from diffpure.evaluation.results import TITLES
-from diffpure.evaluation.rows import CLEAN
 from diffpure.pictures.gallery import ATTACKED, GIVEN, Gallery
 from diffpure.report.runs import ReportedRun
+from diffpure.results.result import TITLES
+from diffpure.results.rows import CLEAN
 
 STAGES: Final = {CLEAN: TITLES[CLEAN], GIVEN: "image"}  # what a stage is called where its name is another
 _SMALL: Final = 100  # pictures narrower than this many pixels are enlarged without smoothing

@@ -13,9 +13,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from diffpure.evaluation.results import TITLES
-from diffpure.evaluation.rows import CLEAN, WORST, Rate
 from diffpure.report.runs import ReportedRun
+from diffpure.results.result import TITLES
+from diffpure.results.rows import CLEAN, WORST, Rate
 
 STANDARD, ROBUST = "#1f6feb", "#c62828"
 STYLE: Any = {

@@ -13,10 +13,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from diffpure.errors import InputError
-from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import CLEAN, slug
 from diffpure.pictures.gallery import ATTACKED, Gallery, eight_bits, strongest
 from diffpure.report import words
+from diffpure.results.result import Result
+from diffpure.results.rows import CLEAN, slug
 
 PICTURES: Final = 8  # images whose pictures are shown unless another number is asked for
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from diffpure.evaluation.results import TITLES
-from diffpure.evaluation.rows import CLEAN, MINIMUM, WORST, Row, Rule
 from diffpure.pictures.gallery import strongest
 from diffpure.report import words
 from diffpure.report.runs import ReportedRun
+from diffpure.results.result import TITLES
+from diffpure.results.rows import CLEAN, MINIMUM, WORST, Row, Rule
 
 LISTED: Final = 1000  # images of a run that a page lists
 

@@ -18,7 +18,7 @@ from typing import Any, Final, final
 
 from diffpure.disk import one_sentence, write_whole
 from diffpure.errors import InputError, unknown
-from diffpure.evaluation.rows import CLEAN, MINIMUM, SUMMARY, WORST, Rate, Row, Rule, ordered, read_rows
+from diffpure.results.rows import CLEAN, MINIMUM, SUMMARY, WORST, Rate, Row, Rule, ordered, read_rows
 
 SPENT: Final = ("gradients", "queries", "network", "network_gradient", "classifier", "classifier_gradient", "seconds")
 TITLES: Final = {CLEAN: "no attack", WORST: "worst case per image", MINIMUM: "minimum of attacks"}

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from diffpure.errors import InputError
-from diffpure.evaluation.results import Result
-from diffpure.evaluation.rows import CLEAN, WORST, Z95, Rule
+from diffpure.results.result import Result
+from diffpure.results.rows import CLEAN, WORST, Z95, Rule
 
 
 @final
