@@ -10,6 +10,7 @@ that was asked for, no code of a pickle runs, and memory stays below a limit. Th
 from __future__ import annotations
 
 import argparse
+import atexit
 import copy
 import functools
 import io
@@ -203,7 +204,9 @@ def honest() -> tuple[Evaluation, Path]:
     work = set_up(
         Halves(), images, Halves()(images).argmax(1), "linf 8/255", [PGD(iterations=2), Square(queries=3)], settings
     )
-    folder = Path(tempfile.mkdtemp(prefix="diffpure-fuzz-")) / "run"
+    top = tempfile.mkdtemp(prefix="diffpure-fuzz-")
+    atexit.register(shutil.rmtree, top, ignore_errors=True)
+    folder = Path(top) / "run"
     result = run_evaluation(work, folder)
     some = {"pictures": torch.zeros(1, 2, 3, 4, 4, dtype=torch.uint8).numpy(), "labels": torch.zeros(2).long().numpy()}
     each = {"classes": torch.zeros(1, 2).long().numpy(), "confidence": torch.zeros(1, 2).numpy()}

@@ -215,7 +215,10 @@ def test_pictures_that_do_not_fit_are_refused_and_not_loaded(wrong, tmp_path):
     assert Gallery.load(tmp_path, {}) is None
 
 
-@pytest.mark.parametrize("wrong", [{"model": {"title": 3}}, {"classes": None}])
+UNTITLED = {"title": 3, "gradient": "exact", "approximate": False, "parts": {}}
+
+
+@pytest.mark.parametrize("wrong", [{"model": UNTITLED}, {"classes": None}])
 def test_a_header_without_what_is_printed_is_one_sentence(tmp_path, wrong):
     reported({CLEAN: 1}, {}, total=1, **wrong).result.save(tmp_path / "rows.jsonl")
     with pytest.raises(InputError, match="no title of the model or no list of classes"):
