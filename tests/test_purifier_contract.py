@@ -159,7 +159,7 @@ def test_rounds_purify_that_often(member):
         assert not torch.equal(
             twice(x, SEEDS), once(once(x, SEEDS).clamp(0, 1), SEEDS)
         )  # every round has noise of its own
-    with pytest.raises(InputError, match="rounds is at least 1, got 0"):
+    with pytest.raises(InputError, match="rounds is a whole number of at least 1, got 0"):
         member.make(rounds=0)
 
 

@@ -11,6 +11,7 @@ other way: a value as plain data, its non-default fields only, so that a new fie
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 import types
@@ -72,8 +73,17 @@ def checked(value: Any, hint: Any, what: str) -> Any:
     value = _scalar(value)
     if not _fits(value, hint):
         got = list(value) if isinstance(value, tuple) else value
-        raise InputError(f"The value of {what}, is {_words(hint)}, got {got!r}.")
+        raise InputError(f"The value of {what}, is {_words(hint)}, got {got!r}{_nearest(value, hint)}")
     return float(value) if hint is float else value
+
+
+def _nearest(value: Any, hint: Any) -> str:
+    """The end of a sentence: the nearest of the texts that are accepted, where the type lists them."""
+    known = [
+        text for option in _union(hint) if typing.get_origin(option) is Literal for text in typing.get_args(option)
+    ]
+    near = difflib.get_close_matches(str(value), map(str, known), n=1, cutoff=0.4)
+    return f"; did you mean {near[0]!r}?" if near else "."
 
 
 def check_fields(value: Any) -> None:
