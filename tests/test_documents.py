@@ -40,7 +40,8 @@ def blocks(document: Path, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
-def test_code_blocks_run_by_themselves(document, one_thread):
+def test_code_blocks_run_by_themselves(document, one_thread, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     scope: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(document, "python"):
         exec(compile(block, f"{document.name}: {block[:40]!r}", "exec", dont_inherit=True), scope)
@@ -52,12 +53,10 @@ def test_the_page_on_evaluations_names_every_attack_and_key_of_a_spec():
     assert [f.name for f in fields(EvaluationSpec) if not re.search(rf"\b{f.name}\b", text)] == []
 
 
-def test_a_strangers_classifier_is_evaluated_from_the_spec_of_the_readme(tmp_path, one_thread):
-    (tmp_path / "mine.py").write_text(
-        next(block for block in blocks(ROOT / "README.md", "python") if "def make" in block)
-    )
-    path = tmp_path / "mine.toml"
-    path.write_text(next(block for block in blocks(ROOT / "README.md", "toml") if "python:mine.py:make" in block))
+def test_a_function_of_the_user_is_evaluated_from_the_spec_of_the_page(tmp_path, one_thread):
+    page, path = ROOT / "docs" / "evaluate.md", tmp_path / "mine.toml"
+    (tmp_path / "mine.py").write_text(next(block for block in blocks(page, "python") if "def make" in block))
+    path.write_text(next(block for block in blocks(page, "toml") if "python:mine.py:make" in block))
     spec = EvaluationSpec.read(path).tiny()
     with pytest.raises(InputError, match="--allow-code"):
         make_loader(base=tmp_path).evaluation(spec)

@@ -22,7 +22,7 @@ from diffpure.diffusion.gradients import GRADIENT_MODES
 from diffpure.diffusion.samplers import SAMPLERS
 from diffpure.errors import unknown
 from diffpure.experiments.spec import EvaluationSpec, ModelSpec, Reference
-from diffpure.experiments.table import Figure, Reported, Table, TableRow
+from diffpure.experiments.table import Claim, Figure, Reported, Rung, Table, TableRow
 from diffpure.named import brief, changed, short
 from diffpure.purifiers import PURIFIERS
 from diffpure.results import rows
@@ -234,7 +234,7 @@ def _rules() -> str:
 
 def _tables() -> str:
     parts = [f"## A table\n\n{summary(Table)}\n\n{_fields(Table)}"]
-    named = {"[[rows]]": TableRow, "reported": Reported, "[figure]": Figure}
+    named = {"[[rows]]": TableRow, "reported": Reported, "[figure]": Figure, "[[claims]]": Claim, "[[rungs]]": Rung}
     parts += [f"### `{name}`\n\n{summary(cls)}\n\n{_fields(cls)}" for name, cls in named.items()]
     return "\n\n".join(parts)
 

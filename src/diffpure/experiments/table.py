@@ -98,7 +98,10 @@ class TableRow:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What the paper says of the order of rows: one of them is above others in robust (or clean) accuracy."""
+    """What the paper says of the order of rows: one of them is above others in robust (or clean) accuracy.
+
+    says: the sentence.   better: the row that is above.   worse: the rows that are below.   what: "robust" or "clean".
+    """
 
     says: str
     better: str
@@ -109,7 +112,10 @@ class Claim:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """One round of a search: how its specs differ from the base, and how many settings go on to the next."""
+    """One round of a search.
+
+    keep: how many settings go on to the next round.   set: how its specs differ from the base, by path.
+    """
 
     keep: int
     set: Settings = field(default_factory=dict)
@@ -166,7 +172,7 @@ class Table:
     sweep: Mapping[str, Any] = field(default_factory=dict)
     figure: Figure | None = None
     grid: Mapping[str, Any] = field(default_factory=dict)  # of a search: path to values
-    rungs: tuple[Rung, ...] = ()
+    rungs: tuple[Rung, ...] = ()  # of a search: its rounds
     scales: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
