@@ -20,8 +20,8 @@ from diffpure.cli.base import app
 from diffpure.errors import InputError
 from diffpure.experiments import load
 from diffpure.experiments.load import shipped_specs
+from diffpure.experiments.overrides import setting
 from diffpure.experiments.spec import EvaluationSpec
-from diffpure.experiments.table import setting
 from diffpure.results.catalogue import describe
 from problems import tiny_unet
 

@@ -198,7 +198,7 @@ def _union(hint: Any) -> tuple[Any, ...]:
 
 
 def _wants_number(hint: Any) -> bool:
-    return float in _union(hint)
+    return float in _union(hint) and str not in _union(hint)  # what may be a text stays one
 
 
 def _wants_tuple(hint: Any) -> bool:

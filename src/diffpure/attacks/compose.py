@@ -129,7 +129,8 @@ class Transfer(SampledAttack):
 
     @property
     def title(self) -> str:
-        return f"{self.attack.title}, crafted on the {self.part_name} alone"
+        part = getattr(self.part, "title", f"{self.part_name} alone")
+        return f"{self.attack.title}, crafted on the {part}"
 
     def steps(self, classes: int) -> int:
         return self.attack.steps(classes) + 1

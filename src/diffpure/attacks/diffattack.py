@@ -21,6 +21,8 @@ from diffpure.noise import Seeds
 class Deviating(nn.Module):
     """A defence that also says how far its reverse path is from the forward one: images → (logits, deviation)."""
 
+    title = "defence and the deviation of its path"
+
     def __init__(self, defence: Any, states: int = 4) -> None:
         super().__init__()
         if states < 1 or not hasattr(getattr(defence, "purifier", None), "deviation"):

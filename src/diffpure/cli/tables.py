@@ -108,8 +108,9 @@ def table(
 
 def sweep(spec: Path, settings: list[str], way: Way) -> None:
     """Run a spec once for each combination of the settings' values, and print one table."""
+    from diffpure.experiments.overrides import setting
     from diffpure.experiments.spec import read_toml
-    from diffpure.experiments.table import Table, setting
+    from diffpure.experiments.table import Table
 
     base, points = read_toml(spec), dict(map(setting, settings))
     if len(points) < len(settings):

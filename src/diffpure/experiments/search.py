@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from diffpure.errors import InputError
+from diffpure.experiments.overrides import override
 from diffpure.experiments.spec import EvaluationSpec
-from diffpure.experiments.table import SMALL, Rung, Table, finished, override
+from diffpure.experiments.table import SMALL, Rung, Table, finished
 from diffpure.results.result import Result
 from diffpure.results.rows import Rate
 
