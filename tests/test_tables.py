@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 from diffpure.classifiers import foreign
+from diffpure.cli import app
 from diffpure.data import sources
 from diffpure.errors import InputError
 from diffpure.experiments import measure, needs, search
@@ -65,6 +67,13 @@ def test_every_file_expands_at_both_scales_and_its_claims_name_rows(name: str) -
             assert spec.tiny().data.images == "0-1"
     for claim in table.claims:
         assert {claim.better, *claim.worse} <= known, claim
+
+
+@pytest.mark.parametrize("name", list(PAPER))
+def test_reported_numbers_are_per_cents_with_two_digits(name: str) -> None:
+    for reported in (each for row in PAPER[name].rows for each in row.reported):
+        for value in (reported.clean, reported.robust):
+            assert not isinstance(value, float) or (value == round(value, 2) <= 100)
 
 
 def test_full_scale_is_the_papers_protocol() -> None:
@@ -355,6 +364,26 @@ def test_imagenet_takes_the_detour_at_its_real_size(official: dict[str, int], tm
     assert model(images).shape == (1, 1000)
     assert images.shape[-1] == 224
     assert set(seen) == {256}
+
+
+# ----------------------------------------------------------------------------------------------------------- commands
+
+
+def test_the_commands_list_run_and_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIFFPURE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    runner = CliRunner()
+    listed = json.loads(runner.invoke(app, ["paper", "--json"]).output)
+    assert [each["name"] for each in listed] == list(PAPER)
+    assert {each["state"] for each in listed} == {"not run", "reported only"}
+    assert runner.invoke(app, ["table", "paper/step-size", "--tiny", "-o", "runs"]).exit_code == 0
+    assert len(list(tmp_path.glob("runs/gradient-error-*"))) == 1
+    refused = runner.invoke(app, ["table", "paper/table5a", "--scale", "full"])
+    assert isinstance(refused.exception, InputError)
+    assert "celebahq-ddpm, celebahq-eyeglasses" in str(refused.exception)
+    assert runner.invoke(app, ["table", "paper/table7"]).exit_code == 0
+    assert runner.invoke(app, ["paper", "--page", "page.md"]).exit_code == 0
+    assert (tmp_path / "page.md").read_text("utf-8").startswith("# The paper, table by table")
 
 
 # ---------------------------------------------------------------------------------------------------------- the page
