@@ -25,8 +25,8 @@ from diffpure.experiments.table import EVALUATION, Table, finished
 
 # Cheapest first; what answers a question of its own before what only fills a figure.
 ORDER = (
-    "step-size", "pictures", "table14", "table8", "table6", "table13", "table1", "steps", "combination", "table2",
-    "table4", "table15", "table5b", "table9", "t-star", "eot", "langevin",
+    "step-size", "pictures", "table14", "table8", "table13", "table1", "table6", "steps", "table2", "table9", "table4",
+    "table15", "combination", "table5b", "t-star", "eot", "langevin",
 )  # fmt: skip
 
 

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 from diffpure.classifiers import foreign
+from diffpure.cli import app
 from diffpure.data import sources
 from diffpure.errors import InputError
 from diffpure.experiments import measure, needs, search
@@ -67,13 +69,20 @@ def test_every_file_expands_at_both_scales_and_its_claims_name_rows(name: str) -
         assert {claim.better, *claim.worse} <= known, claim
 
 
+@pytest.mark.parametrize("name", list(PAPER))
+def test_reported_numbers_are_per_cents_with_two_digits(name: str) -> None:
+    for reported in (each for row in PAPER[name].rows for each in row.reported):
+        for value in (reported.clean, reported.robust):
+            assert not isinstance(value, float) or (value == round(value, 2) <= 100)
+
+
 def test_full_scale_is_the_papers_protocol() -> None:
     spec = entry_named("table1", "DiffPure, first classifier", FULL).spec
     assert (spec.seeds, spec.data.subset) == ((121, 122, 123), "cifar10/paper-unique")
     assert spec.model.sampler == {"kind": "sde", "t_star": 0.1, "dt": 1e-3, "forward": "discrete"}
     assert list(spec.make_attacks()) == ["apgd-ce", "apgd-dlr", "autoattack-standard"]
     adjoint = entry_named("table1", "DiffPure, first classifier, adjoint gradients", FULL).spec
-    assert adjoint.model.gradient == "adjoint"
+    assert adjoint.model.gradient == {"kind": "adjoint", "times": "end"}  # as the authors' code
     spec = entry_named("table2", "Ding et al. 2020, WRN-28-4 (the paper lists it as WRN-28-10)", FULL).spec
     assert spec.plain()["model"] == {"classifier": {"name": "robustbench:Ding2020MMA", "arguments": {"threat": "L2"}}}
     assert (type(spec.threat).__name__, spec.threat.eps) == ("L2", 0.5)
@@ -179,7 +188,7 @@ def test_measurements_of_other_kinds(tmp_path: Path) -> None:
     assert (folder / measure.FILE).read_bytes() == written
     found = measure.read(folder)
     assert found is not None
-    assert len(found.lines) == 4
+    assert len(found.lines) == 6
     timing = measure.read(measure.measure(PAPER["paper/table14"], tmp_path, tiny=True))
     assert timing is not None
     assert timing.lines[0][3] == "1.0"
@@ -355,6 +364,26 @@ def test_imagenet_takes_the_detour_at_its_real_size(official: dict[str, int], tm
     assert model(images).shape == (1, 1000)
     assert images.shape[-1] == 224
     assert set(seen) == {256}
+
+
+# ----------------------------------------------------------------------------------------------------------- commands
+
+
+def test_the_commands_list_run_and_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIFFPURE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    runner = CliRunner()
+    listed = json.loads(runner.invoke(app, ["paper", "--json"]).output)
+    assert [each["name"] for each in listed] == list(PAPER)
+    assert {each["state"] for each in listed} == {"not run", "reported only"}
+    assert runner.invoke(app, ["table", "paper/step-size", "--tiny", "-o", "runs"]).exit_code == 0
+    assert len(list(tmp_path.glob("runs/gradient-error-*"))) == 1
+    refused = runner.invoke(app, ["table", "paper/table5a", "--scale", "full"])
+    assert isinstance(refused.exception, InputError)
+    assert "celebahq-ddpm, celebahq-eyeglasses" in str(refused.exception)
+    assert runner.invoke(app, ["table", "paper/table7"]).exit_code == 0
+    assert runner.invoke(app, ["paper", "--page", "page.md"]).exit_code == 0
+    assert (tmp_path / "page.md").read_text("utf-8").startswith("# The paper, table by table")
 
 
 # ---------------------------------------------------------------------------------------------------------- the page

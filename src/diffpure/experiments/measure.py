@@ -37,7 +37,7 @@ from diffpure.experiments.load import PLAIN, Loader
 from diffpure.experiments.needs import missing_data, missing_models
 from diffpure.experiments.spec import ModelSpec
 from diffpure.experiments.table import SMALL, Table
-from diffpure.named import construct
+from diffpure.named import brief, construct
 from diffpure.noise import Noise
 from diffpure.purifiers.diffusion import Purifier
 from diffpure.purify import Defense
@@ -124,19 +124,20 @@ class GradientError:
     t_star: float
     variances: tuple[float, ...]
     step_sizes: tuple[float, ...]
-    gradients: tuple[str, ...]
+    gradients: tuple[str | Mapping[str, Any], ...]
 
     def run(self, loader: Loader) -> Measured:
         lines, values = [], dict[str, Any]()
         for mode in self.gradients:
             for variance in self.variances:
                 errors = [self.error(variance, dt, mode) for dt in self.step_sizes]
-                lines.append([mode, f"{variance:g}", *(f"{error:.2e}" for error in errors)])
-                values[f"{mode}, σ0² = {variance:g}"] = {"step sizes": self.step_sizes, "errors": errors}
+                name = brief(gradient_mode(mode))
+                lines.append([name, f"{variance:g}", *(f"{error:.2e}" for error in errors)])
+                values[f"{name}, σ0² = {variance:g}"] = {"step sizes": self.step_sizes, "errors": errors}
         headings = ("gradient", "σ0²", *(f"dt = {dt:g}" for dt in self.step_sizes))
         return Measured(headings, lines, values, {})
 
-    def error(self, variance: float, dt: float, mode: str) -> float:
+    def error(self, variance: float, dt: float, mode: str | Mapping[str, Any]) -> float:
         """|φ - φ_numeric| / |φ|, in double precision."""
         x = torch.ones(1, 1, 1, 1, dtype=torch.float64, requires_grad=True)
         score = GaussianScore(0.0, variance)

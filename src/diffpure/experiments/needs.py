@@ -57,14 +57,3 @@ def sentence(lacking: Iterable[str], what: str) -> str:
     parts += [name for name in names if not name.startswith(prefix)]
     listed = " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
     return f"{what} needs {listed}, which this machine lacks." if parts else ""
-
-
-def split(specs: Iterable[EvaluationSpec], base: Path | None = None) -> tuple[list[EvaluationSpec], list[str]]:
-    """The specs that can be run here, and what the others lack."""
-    able, lacking = list[EvaluationSpec](), list[str]()
-    for spec in specs:
-        found = missing(spec, base)
-        lacking += found
-        if not found:
-            able.append(spec)
-    return able, lacking

@@ -313,7 +313,8 @@ def _row(table: Any) -> TableRow:
 
 def _words(reported: Reported) -> str:
     clean = "–" if reported.clean is None else f"{reported.clean:.2f}"
-    robust = "–" if reported.robust is None else str(reported.robust)
+    robust = "–" if reported.robust is None else reported.robust
+    robust = robust if isinstance(robust, str) else f"{robust:.2f}"
     return f"{clean} / {robust}" + (f" ({reported.source})" if reported.source else "")
 
 
