@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import signal
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -311,6 +312,21 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(tmp_path, monkeypat
     resumed = trained(tmp_path)
     assert len(seen) == 12
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+
+
+def test_a_training_can_start_with_the_weights_of_another(tmp_path):
+    def trained(folder: str, **changes: object) -> dict[str, Tensor]:
+        torch.manual_seed(len(folder))
+        model = PhotoUNet(widths=(8, 8), blocks=(1, 1), embedding=8)
+        return train_score(model, dataset(), replace(CONFIG, **changes), None, tmp_path / folder)
+
+    first = trained("one")
+    second = trained("second", start=str(tmp_path / "one"), rate=0.0)
+    assert all(torch.allclose(first[key], second[key]) for key in first)
+    with pytest.raises(InputError, match="begun with another start"):
+        trained("second", rate=0.0)
+    with pytest.raises(InputError, match="to start with"):
+        trained("third", start=str(tmp_path / "absent"))
 
 
 def test_other_photographs_do_not_continue_a_training(tmp_path):

@@ -93,8 +93,8 @@ class PhotoUNet(PreconditionedScore):
         for depth in reversed(range(len(self.up))):
             h = F.pixel_shuffle(self.grow[depth](h), 2).contiguous(memory_format=torch.channels_last)
             h = self.up[depth](h + skips[depth], level)
-        out = F.pixel_shuffle(_GAIN * self.exit(h), 2)[..., :height, :width]
-        return out + self.skip(level)[:, :, None, None] * x
+        out: Tensor = F.pixel_shuffle(_GAIN * self.exit(h), 2)[..., :height, :width]
+        return torch.addcmul(out, self.skip(level)[:, :, None, None], x)
 
 
 class _Stage(nn.Module):

@@ -26,7 +26,8 @@ from diffpure.data.photos import Photos
 from diffpure.diffusion.score import EpsilonScore
 from diffpure.diffusion.sde import Schedule, over
 from diffpure.errors import InputError, unknown
-from diffpure.training.loop import Run, State, batch_indices, cosine, generator, options_of, train
+from diffpure.models.checkpoints import load_state
+from diffpure.training.loop import CHECKPOINT, Run, State, batch_indices, cosine, generator, options_of, train
 
 TIMES: Final = (0.01, 0.02, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3)
 WEIGHTINGS: Final[dict[str, Callable[[Schedule, Tensor], Tensor]]] = {
@@ -53,6 +54,7 @@ class ScoreConfig:
     flip: bool = True
     crop: int = 64  # pixels of the side of the squares that photographs are cut into; other images are seen whole
     rescale: float = 1.25  # every second square is up to this much larger and reduced to `crop`
+    start: str = ""  # the folder of another run, whose averaged weights this one begins with; "": those of the network
     seed: int = 0
     threads: int | None = None
     precision: str = "float32"  # or "bfloat16", or "auto": the faster
@@ -80,6 +82,8 @@ def train_score(
     With validation images, the log gets their ε-error by t at every checkpoint, and `folder` a picture of clean,
     noisy and denoised images.
     """
+    if config.start:
+        _begin_with(model, Path(config.start) / CHECKPOINT)
     model.train()
     weight = WEIGHTINGS[config.weighting]
 
@@ -108,6 +112,13 @@ def train_score(
     optimiser = torch.optim.Adam(model.parameters(), lr=config.rate, betas=(0.9, 0.99))
     batch = partial(_draw, images, config)
     return train(model, optimiser, batch, loss, cosine(), run, report if validation else None, console)
+
+
+def _begin_with(model: EpsilonScore, file: Path) -> None:
+    """Give the model the averaged weights of another run's checkpoint."""
+    if not file.is_file():
+        raise InputError(f"There is no {file} to start with; give the folder of a training of the same network.")
+    load_state(model, torch.load(file, weights_only=True)["average"], str(file))
 
 
 def _draw(images: Images | Photos, config: ScoreConfig, step: int) -> tuple[Tensor, Tensor, Tensor]:
