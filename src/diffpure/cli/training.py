@@ -60,13 +60,21 @@ def score(
     weighting: Annotated[str | None, typer.Option(help="Of the times: epsilon, edm or likelihood.")] = None,
     t_max: Annotated[float | None, typer.Option(help="Largest time, in (0, 1]; purify no further.")] = None,
     power: Annotated[float | None, typer.Option(help="t = t_max u^power; above 1, small times more often.")] = None,
+    crop: Annotated[int | None, typer.Option(min=1, help="Side of the squares of photographs, in pixels.")] = None,
+    start: Annotated[
+        Path | None, typer.Option(help="Folder of another run: begin with its weights, averaged, not with random ones.")
+    ] = None,
     precision: Precision = None,
     seed: Seed = None,
-    data: Data = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="CIFAR-10 in any official form (the cache by default), or photographs: a folder or a tar."),
+    ] = None,
     threads: Threads = None,
 ) -> None:
     """Train a score model by denoising score matching; kill it at any time, the same command continues it."""
-    changes = {"weighting": weighting, "t_max": t_max, "power": power, "precision": precision}
+    changes = {"weighting": weighting, "t_max": t_max, "power": power, "crop": crop, "precision": precision}
+    changes |= {"start": None if start is None else str(start)}
     _follow(recipe, out, data, threads, examples=examples, batch=batch, rate=rate, decay=decay, seed=seed, **changes)
 
 
@@ -143,11 +151,9 @@ def _purify(t_star: float) -> Callable[[Tensor, Tensor], Tensor]:
 
 def _follow(recipe: str, out: Path, data: Path | None, threads: int | None, **changes: object) -> None:
     use_threads(threads)
-    from diffpure.data import cifar10
     from diffpure.training.recipes import export, find, follow
 
-    find(recipe)  # before data that may be absent
-    images = cifar10.load("train", data)
+    images = find(recipe).read(data)
     given = {name: value for name, value in changes.items() if value is not None}
     model = follow(recipe, images, out, console, threads=threads, **given)
     card = export(recipe, model, out)

@@ -19,6 +19,7 @@ from diffpure.scores import hf
 from diffpure.scores.ddpm import DDPMScore
 from diffpure.scores.ddpmpp import DDPMppScore
 from diffpure.scores.guided import GuidedScore
+from diffpure.scores.photos import PhotoUNet
 from diffpure.scores.small import SmallUNet
 
 
@@ -60,6 +61,7 @@ def _adopt(made: Any, name: str) -> nn.Module:
 # Architectures by the name that a card calls them; a card's arguments or configuration are their keywords.
 ARCHITECTURES: Final[dict[str, Callable[..., EpsilonScore]]] = {
     "SmallUNet": SmallUNet,
+    "PhotoUNet": PhotoUNet,
     "ncsnpp": DDPMppScore.from_config,
     "guided_unet": GuidedScore.from_config,
     "ddpm": DDPMScore.from_config,

@@ -6,38 +6,28 @@ networks of equal cost, the more they spend there, the less they err (ε-error a
 0.156 with 2×2 pixels folded into channels at the door, 0.142, 0.134 and 0.125 with 24, 32 and 40 channels at 32×32;
 one seed each, on 500 training images held out).
 
-With σ(t) = std(t)/√α(t) and z = x/√α = x₀ + σ ε, the network F sees an input of unit variance and the log
-signal-to-noise ratio λ, and the denoised image is preconditioned as in EDM (Karras et al. 2022, σ_d = ½),
-
-    D(z) = σ_d²/(σ²+σ_d²) z + σ σ_d/√(σ²+σ_d²) F(z/√(σ²+σ_d²), λ),
-
-so that D(z) → z as t → 0 whatever F says. In terms of the noise, ε̂ = (z - D(z))/σ is
-
-    ε̂(x, t) = σ/(σ²+σ_d²) z - σ_d/√(σ²+σ_d²) F.
+The network F is conditioned on the noise level and preconditioned as `scores.preconditioned` says.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Final, TypeVar, final
+from typing import Final, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffpure.diffusion.score import EpsilonScore
-from diffpure.diffusion.sde import VPSDE, Schedule, over
+from diffpure.diffusion.sde import VPSDE, Schedule
 from diffpure.errors import InputError
+from diffpure.scores.preconditioned import LevelEmbedding, PreconditionedScore, zero
 
-SIGMA_DATA: Final = 0.5  # standard deviation of natural images in [-1, 1]
 _GROUP: Final = 8  # channels normalised together
-M = TypeVar("M", bound=nn.Module)
 
 
 @final
-class SmallUNet(EpsilonScore):
+class SmallUNet(PreconditionedScore):
     """ε̂(x, t) for images x (B, 3, S, S) in [-1, 1]; `widths` are the channels at S, S/2, S/4, …"""
 
     def __init__(
@@ -55,7 +45,7 @@ class SmallUNet(EpsilonScore):
             )
         first, last = widths[0], widths[-1]
         pairs = list(pairwise(widths))
-        self.embed = _LevelEmbedding(embedding)
+        self.embed = LevelEmbedding(embedding)
         self.door = nn.Conv2d(channels, first, 3, padding=1)
         self.down = nn.ModuleList(_Block(width, embedding) for width in widths[:-1])
         self.shrink = nn.ModuleList(nn.Conv2d(a, b, 3, stride=2, padding=1) for a, b in pairs)
@@ -64,15 +54,8 @@ class SmallUNet(EpsilonScore):
         self.up = nn.ModuleList(_Block(width, embedding) for width in widths[:-1])
         self.attention = _Attention(widths[-2])
         self.norm = nn.GroupNorm(first // _GROUP, first)
-        self.exit = _zero(nn.Conv2d(first, channels, 3, padding=1))
+        self.exit = zero(nn.Conv2d(first, channels, 3, padding=1))
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-    def epsilon(self, x: Tensor, t: Tensor) -> Tensor:
-        sigma = torch.exp(-self.sde.log_snr(t))
-        power = sigma**2 + SIGMA_DATA**2
-        z = x * over(torch.exp(self.sde.gamma(t)), x)
-        residual = self.network(z * over(power.rsqrt(), x), -torch.log(sigma))
-        return over(sigma / power, x) * z - over(SIGMA_DATA * power.rsqrt(), x) * residual
 
     def network(self, x: Tensor, level: Tensor) -> Tensor:
         """F: the bare UNet on x (B, C, S, S) of unit variance at log signal-to-noise ratios `level` (B,)."""
@@ -94,24 +77,6 @@ class SmallUNet(EpsilonScore):
         return out
 
 
-class _LevelEmbedding(nn.Module):
-    """Sines and cosines of λ, then a small network: (B,) -> (B, D)."""
-
-    frequencies: Tensor
-
-    def __init__(self, width: int, waves: int = 16) -> None:
-        super().__init__()
-        # λ runs over about ten units: periods from 20 units down to a tenth of one.
-        periods = torch.logspace(math.log10(20), -1, waves)
-        self.register_buffer("frequencies", 2 * math.pi / periods, persistent=False)
-        self.layers = nn.Sequential(nn.Linear(2 * waves, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU())
-
-    def forward(self, level: Tensor) -> Tensor:
-        phase = level[:, None] * self.frequencies
-        embedded: Tensor = self.layers(torch.cat([phase.sin(), phase.cos()], 1))
-        return embedded
-
-
 class _Block(nn.Module):
     """A residual block; the noise level scales and shifts the channels between its two convolutions."""
 
@@ -121,7 +86,7 @@ class _Block(nn.Module):
         self.conv1 = nn.Conv2d(width, width, 3, padding=1)
         self.norm2 = nn.GroupNorm(width // _GROUP, width, affine=False)
         self.level = nn.Linear(embedding, 2 * width)
-        self.conv2 = _zero(nn.Conv2d(width, width, 3, padding=1))
+        self.conv2 = zero(nn.Conv2d(width, width, 3, padding=1))
 
     def forward(self, x: Tensor, level: Tensor) -> Tensor:
         scale, shift = self.level(level)[:, :, None, None].chunk(2, 1)
@@ -141,7 +106,7 @@ class _Attention(nn.Module):
             raise InputError(f"A width of {width} channels cannot be divided among {self.heads} heads.")
         self.norm = nn.GroupNorm(width // _GROUP, width)
         self.qkv = nn.Linear(width, 3 * width)
-        self.out = _zero(nn.Linear(width, width))
+        self.out = zero(nn.Linear(width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         B, C, H, W = x.shape
@@ -150,10 +115,3 @@ class _Attention(nn.Module):
         seen = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, H * W, C)
         out: Tensor = x + self.out(seen).reshape(B, H, W, C).permute(0, 3, 1, 2)
         return out
-
-
-def _zero(module: M) -> M:
-    """The module with all weights zero, so that its branch is silent at the start."""
-    for parameter in module.parameters():
-        nn.init.zeros_(parameter)
-    return module

@@ -32,6 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from diffpure.data.cifar10 import Images
+from diffpure.data.photos import Photos
 from diffpure.disk import locked, write_whole
 from diffpure.errors import InputError
 from diffpure.models.checkpoints import digest
@@ -68,10 +69,11 @@ class Run:
         check(self.precision)
 
 
-def options_of(config: Any, images: Images) -> dict[str, str]:
+def options_of(config: Any, images: Images | Photos) -> dict[str, str]:
     """What decides where a training goes: the fields of its configuration, each in words, and a hash of its data."""
     chosen = {f.name: brief(getattr(config, f.name)) for f in fields(config) if f.name not in MANNER}
-    return {**chosen, "data": digest(images.pixels, images.labels)}
+    tensors = images.pixels if isinstance(images, Photos) else (images.pixels, images.labels)
+    return {**chosen, "data": digest(*tensors)}
 
 
 def generator(seed: int, step: int, purpose: int = 0) -> torch.Generator:

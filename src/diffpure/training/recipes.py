@@ -1,8 +1,8 @@
 """How the models inside the package are made: one recipe per model, which is the whole command of its card.
 
-`follow` builds the network from the seed, trains it on CIFAR-10's training set and returns it with its averaged
-weights; a run that was killed goes on when the same recipe is followed in the same folder. `export` writes the file
-that an embedded model is read from and gives the part of the card that follows from the file.
+`follow` builds the network from the seed, trains it on CIFAR-10's training set or on photographs and returns it with
+its averaged weights; a run that was killed goes on when the same recipe is followed in the same folder. `export`
+writes the file that an embedded model is read from and gives the part of the card that follows from the file.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from torch import nn
 
 from diffpure.classifiers.load import CLASSIFIERS
 from diffpure.classifiers.small import SmallResNet, small_vit
+from diffpure.data import cifar10, photos
 from diffpure.data.cifar10 import Images
+from diffpure.data.photos import Photos
 from diffpure.diffusion.score import EpsilonScore
-from diffpure.errors import unknown
+from diffpure.errors import InputError, unknown
 from diffpure.models.cards import card, local_file
 from diffpure.models.weights import pack
+from diffpure.scores.photos import PhotoUNet
 from diffpure.scores.small import SmallUNet
 from diffpure.training.adversarial import FAST_LINF
 from diffpure.training.classifier import ClassifierConfig, train_classifier
@@ -31,15 +34,18 @@ from diffpure.training.cost import multiply_adds, parameters
 from diffpure.training.score import ScoreConfig, train_score
 
 HELD_OUT: Final = 500  # the last training images, which a score is watched on and never trained on
+HELD_OUT_PHOTOS: Final = 50  # the same of photographs, which are larger, as squares of so many pixels:
+SQUARE: Final = 128
 
 
 @final
 @dataclass(frozen=True)
 class Recipe:
-    """A network, built for the training images, and how to train it."""
+    """A network, built for the training images, how to train it, and how to read what it is trained on."""
 
-    build: Callable[[Images], nn.Module]
+    build: Callable[[Any], nn.Module]
     config: ScoreConfig | ClassifierConfig
+    read: Callable[[Path | None], Images | Photos] = lambda path: cifar10.load("train", path)
 
 
 def find(name: str) -> Recipe:
@@ -49,7 +55,9 @@ def find(name: str) -> Recipe:
     return RECIPES[name]
 
 
-def follow(name: str, images: Images, folder: Path | None, console: Console | None = None, **changes: Any) -> nn.Module:
+def follow(
+    name: str, images: Images | Photos, folder: Path | None, console: Console | None = None, **changes: Any
+) -> nn.Module:
     """The network of a recipe, trained on `images`; `changes` replace fields of its configuration."""
     recipe = find(name)
     config = replace(recipe.config, **changes)
@@ -57,11 +65,21 @@ def follow(name: str, images: Images, folder: Path | None, console: Console | No
     model = recipe.build(images)
     if isinstance(config, ScoreConfig):
         assert isinstance(model, EpsilonScore)
-        state = train_score(model, images[:-HELD_OUT], config, images[-HELD_OUT:], folder, console)
+        training, validation = _held_out(images)
+        state = train_score(model, training, config, validation, folder, console)
     else:
+        assert isinstance(images, Images)
         state = train_classifier(model, images, config, folder, console)
     model.load_state_dict(state)
     return model.eval()
+
+
+def _held_out(images: Images | Photos) -> tuple[Images | Photos, Images]:
+    """The images to train a score on, and the last ones, to watch it on."""
+    if isinstance(images, Images):
+        return images[:-HELD_OUT], images[-HELD_OUT:]
+    squares = images[-HELD_OUT_PHOTOS:].squares(SQUARE)
+    return images[:-HELD_OUT_PHOTOS], Images(squares, torch.zeros(len(squares), dtype=torch.int64))
 
 
 def export(name: str, model: nn.Module, folder: Path) -> dict[str, Any]:
@@ -86,6 +104,12 @@ def _whitened(images: Images) -> SmallResNet:
     return model
 
 
+def _photographs(path: Path | None) -> Photos:
+    if path is None:
+        raise InputError("Photographs have no place in the cache; give a folder or a tar archive of them as data.")
+    return photos.read(path)
+
+
 def _shipped(name: str) -> nn.Module:
     """An embedded classifier to go on from: adversarial training from trained weights needs half the epochs."""
     about = card(name, "classifier")
@@ -94,6 +118,20 @@ def _shipped(name: str) -> nn.Module:
 
 RECIPES: Final[dict[str, Recipe]] = {
     "cifar10-small": Recipe(lambda _: SmallUNet(), ScoreConfig()),
+    "photos-small": Recipe(
+        lambda _: PhotoUNet(),
+        ScoreConfig(
+            examples=64_000,
+            batch=4,
+            rate=2e-3,
+            t_max=0.25,
+            power=1.5,
+            weighting="relative",
+            crop=64,
+            checkpoint_seconds=300.0,
+        ),
+        _photographs,
+    ),
     "cifar10-resnet": Recipe(_whitened, ClassifierConfig()),
     "cifar10-resnet-at": Recipe(
         lambda _: _shipped("cifar10-resnet"),

@@ -22,15 +22,18 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from diffpure.data.cifar10 import Images
+from diffpure.data.photos import Photos
 from diffpure.diffusion.score import EpsilonScore
 from diffpure.diffusion.sde import Schedule, over
 from diffpure.errors import InputError, unknown
-from diffpure.training.loop import Run, State, batch_indices, cosine, generator, options_of, train
+from diffpure.models.checkpoints import load_state
+from diffpure.training.loop import CHECKPOINT, Run, State, batch_indices, cosine, generator, options_of, train
 
 TIMES: Final = (0.01, 0.02, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3)
 WEIGHTINGS: Final[dict[str, Callable[[Schedule, Tensor], Tensor]]] = {
     "epsilon": lambda sde, t: torch.ones_like(t),  # every time counts alike in units of its noise
     "edm": lambda sde, t: 1 + 4 * torch.exp(-2 * sde.log_snr(t)),  # (σ² + σ_d²)/σ_d²: the network's own error
+    "relative": lambda sde, t: 4 * sde.sigma(t),  # ε-errors of photographs fall like 1/σ: every time counts alike in dB
     "likelihood": lambda sde, t: sde.beta(t) / sde.std(t) ** 2,  # g²/std²: the bound on the likelihood
 }
 
@@ -49,6 +52,9 @@ class ScoreConfig:
     power: float = 2.0  # t = t_max · u^power: 1 is uniform, more trains more at small times
     weighting: str = "edm"
     flip: bool = True
+    crop: int = 64  # pixels of the side of the squares that photographs are cut into; other images are seen whole
+    rescale: float = 1.25  # every second square is up to this much larger and reduced to `crop`
+    start: str = ""  # the folder of another run, whose averaged weights this one begins with; "": those of the network
     seed: int = 0
     threads: int | None = None
     precision: str = "float32"  # or "bfloat16", or "auto": the faster
@@ -59,11 +65,13 @@ class ScoreConfig:
             raise unknown("weighting", self.weighting, WEIGHTINGS)
         if not 0 < self.t_max <= 1 or self.power <= 0:
             raise InputError(f"Times need 0 < t_max <= 1 and power > 0, got {self.t_max} and {self.power}.")
+        if self.crop < 1 or self.rescale < 1:
+            raise InputError(f"Crops need crop >= 1 and rescale >= 1, got {self.crop} and {self.rescale}.")
 
 
 def train_score(
     model: EpsilonScore,
-    images: Images,
+    images: Images | Photos,
     config: ScoreConfig,
     validation: Images | None = None,
     folder: Path | None = None,
@@ -74,6 +82,8 @@ def train_score(
     With validation images, the log gets their ε-error by t at every checkpoint, and `folder` a picture of clean,
     noisy and denoised images.
     """
+    if config.start:
+        _begin_with(model, Path(config.start) / CHECKPOINT)
     model.train()
     weight = WEIGHTINGS[config.weighting]
 
@@ -104,11 +114,21 @@ def train_score(
     return train(model, optimiser, batch, loss, cosine(), run, report if validation else None, console)
 
 
-def _draw(images: Images, config: ScoreConfig, step: int) -> tuple[Tensor, Tensor, Tensor]:
+def _begin_with(model: EpsilonScore, file: Path) -> None:
+    """Give the model the averaged weights of another run's checkpoint."""
+    if not file.is_file():
+        raise InputError(f"There is no {file} to start with; give the folder of a training of the same network.")
+    load_state(model, torch.load(file, weights_only=True)["average"], str(file))
+
+
+def _draw(images: Images | Photos, config: ScoreConfig, step: int) -> tuple[Tensor, Tensor, Tensor]:
     """The clean images (B, C, H, W) in [-1, 1], the times (B,) float64 and the noise of one step."""
     _, index = batch_indices(config.seed, step, len(images), config.batch)
     random = generator(config.seed, step, 4)
-    x = to_range(images[index])
+    if isinstance(images, Photos):
+        x = images.crops(index, config.crop, config.rescale, random) / 127.5 - 1
+    else:
+        x = to_range(images[index])
     if config.flip:
         mirrored = torch.rand(len(x), generator=random) < 0.5
         x = torch.where(mirrored[:, None, None, None], x.flip(3), x)
