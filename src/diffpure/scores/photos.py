@@ -7,9 +7,9 @@ pixel is, over its channels) and nothing attends over it: an output depends on t
 it and on nothing else. So an image can be cut into overlapping tiles that start at multiples of `stride`, and the
 result is that of the whole image.
 
-To cancel noise is to reproduce it exactly, which Adam learns slowly from random weights, as none moves further than
-the rate in a step. So the first channels behind the door are the pixels themselves, the exit is amplified, and a
-multiple of the input, chosen by the noise level, is added.
+To cancel noise the network has to reproduce it. To make that easy from the first step, the first channels behind the
+door start as the pixels themselves, the exit is amplified, and a multiple of the input, chosen by the noise level, is
+added; what each of these contributes was not measured.
 
 Borders are mirrored: the image at its edges to a multiple of the stride (cropped afterwards), and the features by the
 one pixel that a 3×3 convolution needs. The network F is conditioned on the noise level and preconditioned as
