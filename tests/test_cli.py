@@ -199,7 +199,7 @@ def test_what_was_measured_is_shown_in_words(name):
     measured = [
         v for v in (*found.values(), *found.get("purified", {}).values()) if isinstance(v, dict) and "correct" in v
     ]
-    assert measured
+    assert measured or all(f"{entry['mean']:g}" in said for entry in found["psnr"].values() if isinstance(entry, dict))
     for each in measured:
         rate = Rate(each["correct"], each["total"])
         assert each["interval"] == pytest.approx(rate.interval, abs=6e-5)

@@ -38,7 +38,7 @@ print(time.perf_counter() - start)
 
 @app.command(epilog="Example: diffpure doctor --json")
 def doctor(as_json: AsJson = False, threads: Threads = None) -> None:
-    """Show versions, threads, devices, the speed of a score call, and which extras are missing."""
+    """Show versions, devices, the speed of a score call, and missing extras."""
     use_threads(threads)
     found = {**_versions(), **_devices(), **_speed(), **_extras()}
     if as_json:

@@ -27,7 +27,7 @@ def paper(
     as_json: AsJson = False,
     threads: Threads = None,
 ) -> None:
-    """List the paper's tables and figures: what is measured, what it costs, what full scale needs; or write a page."""
+    """List the paper's tables and figures with their state, or write a page of them."""
     use_threads(threads)
     from diffpure.disk import one_sentence
     from diffpure.experiments import paper as papers

@@ -23,7 +23,7 @@ def report(
     ] = 8,
     threads: Threads = None,
 ) -> None:
-    """Write one self-contained page about evaluations: the conclusion, warnings, rates with intervals, pictures."""
+    """Write one self-contained page about evaluations: conclusion, rates, pictures."""
     use_threads(threads)
     from diffpure.report.page import write
     from diffpure.report.runs import read_run

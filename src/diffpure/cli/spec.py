@@ -15,7 +15,7 @@ def spec(
         str | None, typer.Argument(help="spec, model, data, threat, attacks, eot, sampler, …; without one all.")
     ] = None,
 ) -> None:
-    """Print the reference of specs and tables, in Markdown: keys, defaults and what they mean."""
+    """Print the reference of specs and tables: keys, defaults and meanings."""
     from diffpure.experiments.reference import reference
 
     console.print(reference(section), soft_wrap=True, markup=False)

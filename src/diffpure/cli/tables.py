@@ -88,7 +88,7 @@ def table(
     quiet: Quiet = False,
     threads: Threads = None,
 ) -> None:
-    """Run what is missing of a table and print it, with the reported numbers beside the measured ones."""
+    """Run what is missing of a table and print it beside the reported numbers."""
     use_threads(threads)
     from diffpure.experiments.table import Table, shipped_tables
 
