@@ -13,7 +13,8 @@ from PIL import Image
 
 from diffpure.errors import InputError
 from diffpure.files import purify_files, purify_images
-from diffpure.files.tiles import _starts, purify_large, purify_tiles, way
+from diffpure.files.tiles import purify_large, purify_tiles, way
+from diffpure.purifiers.tiles import starts
 from pictures import Counting, encoded, identity, noisy, smooth, tree
 
 
@@ -34,10 +35,10 @@ def test_tiles_cover_the_image_and_blend_to_the_identity(size):
 
 def test_tiles_overlap_by_a_quarter():
     for length in range(16, 120):
-        starts = _starts(length, 16)
-        assert starts[0] == 0
-        assert starts[-1] == length - 16
-        assert all(b - a <= 12 for a, b in itertools.pairwise(starts))
+        found = starts(length, 16)
+        assert found[0] == 0
+        assert found[-1] == length - 16
+        assert all(b - a <= 12 for a, b in itertools.pairwise(found))
 
 
 def test_resizing_keeps_a_smooth_image():

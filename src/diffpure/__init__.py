@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from diffpure.diffusion.gradients import Backprop as Backprop
     from diffpure.diffusion.gradients import Exact as Exact
     from diffpure.diffusion.gradients import Surrogate as Surrogate
+    from diffpure.diffusion.langevin import Langevin as Langevin
     from diffpure.diffusion.samplers import DDIM as DDIM
     from diffpure.diffusion.samplers import Ancestral as Ancestral
     from diffpure.diffusion.samplers import FewStep as FewStep
-    from diffpure.diffusion.samplers import Langevin as Langevin
     from diffpure.diffusion.samplers import OneShot as OneShot
     from diffpure.diffusion.samplers import ProbabilityFlow as ProbabilityFlow
     from diffpure.diffusion.samplers import ReverseSDE as ReverseSDE
@@ -124,11 +124,11 @@ _HOMES = {
         "Defense",
         "PurifierBase",
     ),
+    "diffpure.diffusion.langevin": ("Langevin",),
     "diffpure.diffusion.samplers": (
         "Ancestral",
         "DDIM",
         "FewStep",
-        "Langevin",
         "OneShot",
         "ProbabilityFlow",
         "ReverseSDE",

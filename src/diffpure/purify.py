@@ -105,7 +105,8 @@ class PurifierBase(nn.Module, ABC):
         """The network calls of one evaluation of each of the images: (without, with) a graph."""
         state, path = self.begin(as_images(images, self.channels, self._dtype()), Noise.of(0, len(images)).child(0))
         plain, graph = self.gradient.calls(path, state) if gradient else (network_calls(path), 0)
-        return self.rounds * plain, self.rounds * graph
+        times = self.rounds * len(state) // len(images)  # a purifier may cut an image into several rows
+        return times * plain, times * graph
 
     def with_gradient(self, gradient: Gradient) -> Self:
         """The same purifier (sharing its weights) with another gradient mode."""

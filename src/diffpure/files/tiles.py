@@ -21,6 +21,7 @@ from torch import Tensor
 
 from diffpure.errors import InputError
 from diffpure.noise import mix
+from diffpure.purifiers.tiles import grow, starts, window
 from diffpure.purify import PurifierBase
 
 Fit = Literal["auto", "resize", "tiles"]
@@ -75,16 +76,15 @@ def purify_tiles(
     if size is None:
         raise InputError("This purifier takes images of any size and has no size for tiles.")
     channels, height, width = image.shape
-    padded = _grow(image, max(height, size), max(width, size))
-    tops, lefts = _starts(padded.shape[-2], size), _starts(padded.shape[-1], size)
+    padded = grow(image, max(height, size), max(width, size))
+    tops, lefts = starts(padded.shape[-2], size), starts(padded.shape[-1], size)
     tiles = _clean_tiles(purifier, padded, list(itertools.product(tops, lefts)), size, seed, rows, device, tick)
-    ramp = torch.minimum(torch.arange(1, size + 1), torch.arange(size, 0, -1)).clamp(max=max(1, size // 4)).float()
-    window = ramp[:, None] * ramp[None, :]
+    weights = window(size)
     total, weight = torch.zeros(channels, size, padded.shape[-1]), torch.zeros(1, size, padded.shape[-1])
     for top, following in zip(tops, [*tops[1:], tops[-1] + size], strict=True):
         for left in lefts:
-            total[:, :, left : left + size] += window * next(tiles)
-            weight[:, :, left : left + size] += window
+            total[:, :, left : left + size] += weights * next(tiles)
+            weight[:, :, left : left + size] += weights
         finished = following - top  # no further tile touches these rows
         yield (total[:, :finished] / weight[:, :finished])[:, : max(0, height - top), :width]
         total, weight = (torch.cat([x[:, finished:], torch.zeros_like(x[:, :finished])], 1) for x in (total, weight))
@@ -126,7 +126,7 @@ def as_floats(images: Tensor) -> Tensor:
 
 def count_tiles(height: int, width: int, size: int) -> int:
     """How many tiles an image takes."""
-    return len(_starts(max(height, size), size)) * len(_starts(max(width, size), size))
+    return len(starts(max(height, size), size)) * len(starts(max(width, size), size))
 
 
 def _clean_tiles(
@@ -160,18 +160,3 @@ def _purified(purifier: PurifierBase, images: Tensor, seeds: Sequence[int], devi
     if channels == 1 and clean.shape[1] == 3:
         clean = (clean * torch.tensor(LUMA, device=clean.device)[:, None, None]).sum(1, keepdim=True)
     return clean.cpu()
-
-
-def _grow(image: Tensor, height: int, width: int) -> Tensor:
-    """The image repeated at its lower and right edge up to a size."""
-    if image.shape[-2:] == (height, width):
-        return image
-    rows = torch.arange(height).clamp(max=image.shape[-2] - 1)
-    columns = torch.arange(width).clamp(max=image.shape[-1] - 1)
-    return image[:, rows][:, :, columns]
-
-
-def _starts(length: int, size: int) -> list[int]:
-    """Where tiles of a size begin along a side, evenly, overlapping by at least a quarter."""
-    count = 1 if length == size else 1 + -(-(length - size) // (size - size // 4))
-    return [round(i * (length - size) / max(1, count - 1)) for i in range(count)]

@@ -1,7 +1,7 @@
 """The paper's purifier: diffuse an image to t*, then follow the way back that a sampler solves with a score model.
 
-    [0, 1] → resize to the score model's size → 2x - 1 → sampler: x(t*) and the path → gradient mode walks the path
-           → (x + 1)/2 → back to the image's size
+    [0, 1] → resize (or cut) to the score model's size → 2x - 1 → sampler: x(t*) and the path
+           → gradient mode walks the path → (x + 1)/2 → back to the image's size
 
 Nothing is clamped on the way, as in the paper: a clamp would hide gradient from an attack.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import final
+from typing import Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,10 @@ from diffpure.diffusion.paths import Path, Segment
 from diffpure.diffusion.samplers import AnySampler, ReverseSDE, sampler_of
 from diffpure.diffusion.score import Metered, ScoreModel, as_score
 from diffpure.diffusion.sde import over
-from diffpure.errors import InputError
+from diffpure.errors import InputError, unknown
 from diffpure.named import brief
-from diffpure.noise import Noise, Seeds
+from diffpure.noise import Noise, Seeds, mix
+from diffpure.purifiers.tiles import blend, corners, cut
 from diffpure.purify import PurifierBase
 from diffpure.validate import as_images
 
@@ -35,7 +36,8 @@ class Purifier(PurifierBase):
     score: ∇ log p_t, with its schedule and size; its weights are frozen.   sampler: how to go there and back, by name,
     table or value.   gradient: "exact", "adjoint", "backprop", "surrogate", "bpda", a table or a `GradientMode`.
     rounds: purify that many times in a row.   autocast: a dtype for the score's own computation, such as
-    torch.bfloat16, on machines that have it.
+    torch.bfloat16, on machines that have it.   fit: images of another size than the score's are resized to it and back,
+    or purified in overlapping tiles, each with noise of its own.
     """
 
     def __init__(
@@ -46,12 +48,16 @@ class Purifier(PurifierBase):
         *,
         rounds: int = 1,
         autocast: torch.dtype | None = None,
+        fit: Literal["resize", "tiles"] = "resize",
     ) -> None:
         super().__init__(gradient, rounds=rounds)
+        if fit not in ("resize", "tiles"):
+            raise unknown("fit", fit, ("resize", "tiles"))
         score = as_score(score)
         self.score = score.requires_grad_(False).eval() if isinstance(score, nn.Module) else score
         self.sampler = ReverseSDE() if sampler is None else sampler_of(sampler)
         self.autocast = autocast
+        self.fit = fit
 
     @property
     def size(self) -> int | None:
@@ -74,9 +80,16 @@ class Purifier(PurifierBase):
         return {"score": self.score}
 
     def begin(self, images: Tensor, noise: Noise) -> tuple[Tensor, Path]:
-        return self.sampler(Metered(self.score), self._enter(images), noise)
+        size = self._tile(images)
+        if size is None:
+            return self.sampler(Metered(self.score), self._enter(images), noise)
+        count = len(corners(images.shape[-2], images.shape[-1], size))
+        seeds = tuple(mix(seed, k) for seed in noise.seeds for k in range(count))
+        return self.sampler(Metered(self.score), 2 * cut(images, size) - 1, Noise(seeds))
 
     def finish(self, state: Tensor, images: Tensor) -> Tensor:
+        if self._tile(images) is not None:
+            return blend((state + 1) / 2, images.shape)
         return _resize((state + 1) / 2, images.shape[-2], images.shape[-1])
 
     def precision(self, images: Tensor) -> torch.autocast:
@@ -116,6 +129,8 @@ class Purifier(PurifierBase):
         """
         if self.rounds != 1:
             raise InputError(f"The deviation along the path is that of one round, got {self.rounds} rounds.")
+        if self.fit != "resize":
+            raise InputError("The deviation along the path is that of whole images, not of tiles.")
         images = as_images(images, self.channels)
         sde, x = self.score.sde, self._enter(images)
         total = images.new_zeros(len(images))
@@ -130,6 +145,11 @@ class Purifier(PurifierBase):
                 away = (sde.diffuse(x, t, eps) - state).square().flatten(1).mean(1)
                 total = total + over(sde.alpha(t), away) * away
         return self.finish(state, images), total
+
+    def _tile(self, images: Tensor) -> int | None:
+        """The side of the tiles, where images are cut into some."""
+        wanted = self.fit == "tiles" and self.size is not None and images.shape[-2:] != (self.size, self.size)
+        return self.size if wanted else None
 
     def _enter(self, images: Tensor) -> Tensor:
         return 2 * _resize(images, self.size, self.size) - 1
