@@ -46,6 +46,13 @@ def test_the_gradient_through_tiles_is_exact_and_counted():
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=1e-12)
 
 
+def test_the_title_tells_tiles_and_precision_apart():
+    score = tiny_unet(8)
+    titles = {dp.Purifier(score).title, dp.Purifier(score, fit="tiles").title}
+    titles.add(dp.Purifier(score, autocast=torch.float16).title)
+    assert len(titles) == 3
+
+
 def test_an_unknown_fit_is_one_sentence():
     with pytest.raises(dp.InputError, match="Unknown fit 'tile'; did you mean 'tiles'"):
         dp.Purifier(tiny_unet(8), fit="tile")
