@@ -121,8 +121,11 @@ class PurifierBase(nn.Module, ABC):
         return super().train(False)
 
     def __repr__(self) -> str:
-        rounds = f", {self.rounds} rounds" if self.rounds > 1 else ""
-        return f"{type(self).__name__}({self.title}{rounds}, {self.gradient.name} gradient)"
+        return f"{type(self).__name__}({self.title}, {self.gradient.name} gradient)"
+
+    def titled(self, *words: str) -> str:
+        """The words of a title, and the rounds."""
+        return ", ".join(filter(None, (*words, f"{self.rounds} rounds" if self.rounds > 1 else "")))
 
     def _dtype(self) -> torch.dtype | None:
         """The floating-point numbers that its weights are, if it has any."""
@@ -174,7 +177,7 @@ class ModulePurifier(PurifierBase):
     @property
     def title(self) -> str:
         name = getattr(self.module, "__name__", None) or type(self.module).__name__
-        return str(getattr(self.module, "title", name))
+        return self.titled(str(getattr(self.module, "title", name)))
 
     def parts(self) -> dict[str, object]:
         return {"purifier": self.module}

@@ -43,7 +43,7 @@ class Blur(PurifierBase):
 
     @property
     def title(self) -> str:
-        return f"Blur(sigma={self.sigma:g})"
+        return self.titled(f"Blur(sigma={self.sigma:g})")
 
     def begin(self, images: Tensor, noise: Noise) -> tuple[Tensor, Path]:
         return images, CallPath(self._blurred, (self.kernel,))

@@ -73,10 +73,9 @@ class Purifier(PurifierBase):
 
     @property
     def title(self) -> str:
-        rounds = f"{self.rounds} rounds" if self.rounds > 1 else ""
         tiles = "in tiles" if self.fit == "tiles" else ""
         precision = "" if self.autocast is None else str(self.autocast).removeprefix("torch.")
-        return ", ".join(filter(None, (brief(self.sampler, always=("t_star",)), rounds, tiles, precision)))
+        return self.titled(brief(self.sampler, always=("t_star",)), tiles, precision)
 
     def parts(self) -> dict[str, object]:
         return {"score": self.score}
