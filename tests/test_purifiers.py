@@ -24,7 +24,7 @@ from test_purifier_contract import Rounding, Shaking, contrast
 def test_purifiers_by_name():
     assert set(PURIFIERS) == {"diffusion", "blur"}
     blur = make_purifier("blur", {"sigma": 2.0, "gradient": "bpda", "rounds": 2})
-    assert (blur.title, blur.rounds, blur.gradient.name) == ("Blur(sigma=2)", 2, "bpda")
+    assert (blur.title, blur.rounds, blur.gradient.name) == ("Blur(sigma=2), 2 rounds", 2, "bpda")
     with pytest.raises(InputError, match="did you mean 'blur'"):
         make_purifier("blurr", {})
     with pytest.raises(InputError, match="'blur' does not take these arguments"):

@@ -170,10 +170,8 @@ def test_adversarial_images_replaced_by_the_clean_ones_are_caught_by_computing_a
         tensors["images"] = x[tensors["indices"]]
         save_file(tensors, file)
     forge_rows(folder)
-    assert checked(
-        folder
-    ).passed  # decisions, budgets and rates are those of the clean images: only the attack is missing
-    found = checked(folder, again=1)
+    assert checked(folder).passed  # decisions, budgets and rates are those of the clean images
+    found = checked(folder, again=99)  # every batch: an attack may honestly have left some of them as they are
     assert not found.passed
     assert any("finds other perturbations" in text for text in found.problems)
     assert any("Computed again, the row of" in text for text in found.problems)
