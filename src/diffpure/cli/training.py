@@ -62,7 +62,7 @@ def score(
     power: Annotated[float | None, typer.Option(help="t = t_max u^power; above 1, small times more often.")] = None,
     crop: Annotated[int | None, typer.Option(min=1, help="Side of the squares of photographs, in pixels.")] = None,
     start: Annotated[
-        Path | None, typer.Option(help="Folder of another run: begin with its weights, averaged, not with random ones.")
+        str | None, typer.Option(help="Begin with the weights of another run (its folder) or of an embedded model.")
     ] = None,
     precision: Precision = None,
     seed: Seed = None,
@@ -74,7 +74,7 @@ def score(
 ) -> None:
     """Train a score model by denoising score matching; kill it at any time, the same command continues it."""
     changes = {"weighting": weighting, "t_max": t_max, "power": power, "crop": crop, "precision": precision}
-    changes |= {"start": None if start is None else str(start)}
+    changes["start"] = start
     _follow(recipe, out, data, threads, examples=examples, batch=batch, rate=rate, decay=decay, seed=seed, **changes)
 
 

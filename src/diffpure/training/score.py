@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, final
+from typing import Final, cast, final
 
 import torch
 from PIL import Image
@@ -27,6 +27,7 @@ from diffpure.diffusion.score import EpsilonScore
 from diffpure.diffusion.sde import Schedule, over
 from diffpure.errors import InputError, unknown
 from diffpure.models.checkpoints import load_state
+from diffpure.scores.load import load_score
 from diffpure.training.loop import CHECKPOINT, Run, State, batch_indices, cosine, generator, options_of, train
 
 TIMES: Final = (0.01, 0.02, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3)
@@ -54,7 +55,7 @@ class ScoreConfig:
     flip: bool = True
     crop: int = 64  # pixels of the side of the squares that photographs are cut into; other images are seen whole
     rescale: float = 1.25  # every second square is up to this much larger and reduced to `crop`
-    start: str = ""  # the folder of another run, whose averaged weights this one begins with; "": those of the network
+    start: str = ""  # whose weights this run begins with: a folder of another run, or a name that `load_score` knows
     seed: int = 0
     threads: int | None = None
     precision: str = "float32"  # or "bfloat16", or "auto": the faster
@@ -83,7 +84,7 @@ def train_score(
     noisy and denoised images.
     """
     if config.start:
-        _begin_with(model, Path(config.start) / CHECKPOINT)
+        _begin_with(model, config.start)
     model.train()
     weight = WEIGHTINGS[config.weighting]
 
@@ -114,11 +115,20 @@ def train_score(
     return train(model, optimiser, batch, loss, cosine(), run, report if validation else None, console)
 
 
-def _begin_with(model: EpsilonScore, file: Path) -> None:
-    """Give the model the averaged weights of another run's checkpoint."""
-    if not file.is_file():
-        raise InputError(f"There is no {file} to start with; give the folder of a training of the same network.")
-    load_state(model, torch.load(file, weights_only=True)["average"], str(file))
+def _begin_with(model: EpsilonScore, start: str) -> None:
+    """Give the model the averaged weights of another run's checkpoint, or those of a model that has a name."""
+    file = Path(start) / CHECKPOINT
+    if file.is_file():
+        weights = torch.load(file, weights_only=True)["average"]
+    else:
+        try:
+            weights = cast(nn.Module, load_score(start)).state_dict()
+        except InputError as error:
+            raise InputError(
+                f"There is no {file} to start with, and no score model of the name {start}; give the folder of a "
+                "training of the same network, or the name of an embedded model."
+            ) from error
+    load_state(model, weights, start)
 
 
 def _draw(images: Images | Photos, config: ScoreConfig, step: int) -> tuple[Tensor, Tensor, Tensor]:
