@@ -331,6 +331,16 @@ def test_a_training_can_start_with_the_weights_of_another(tmp_path):
         trained("third", start=str(tmp_path / "absent"))
 
 
+def test_a_deeper_network_starts_as_an_embedded_one(tmp_path):
+    still = replace(CONFIG, start="photos-small", rate=0.0, examples=4)
+    deeper = PhotoUNet(blocks=(3, 3, 3))
+    deeper.load_state_dict(train_score(deeper, dataset(), still, None, tmp_path))
+    x, t = torch.rand(1, 3, 24, 24), torch.tensor([0.1], dtype=torch.float64)
+    assert torch.allclose(deeper.eval().epsilon(x, t), load_score("photos-small").epsilon(x, t), atol=1e-4)
+    with pytest.raises(InputError, match="of shape"):
+        train_score(PhotoUNet(widths=(8, 8, 8)), dataset(), still, None, tmp_path / "narrow")
+
+
 def test_other_photographs_do_not_continue_a_training(tmp_path):
     model = PhotoUNet(widths=(8, 8), blocks=(1, 1), embedding=8)
     train_score(model, dataset(), CONFIG, None, tmp_path)

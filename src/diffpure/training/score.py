@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, cast, final
+from typing import Final, final
 
 import torch
 from PIL import Image
@@ -116,19 +116,25 @@ def train_score(
 
 
 def _begin_with(model: EpsilonScore, start: str) -> None:
-    """Give the model the averaged weights of another run's checkpoint, or those of a model that has a name."""
+    """Give the model the averaged weights of another run, or those of a model that has a name."""
     file = Path(start) / CHECKPOINT
     if file.is_file():
-        weights = torch.load(file, weights_only=True)["average"]
-    else:
-        try:
-            weights = cast(nn.Module, load_score(start)).state_dict()
-        except InputError as error:
-            raise InputError(
-                f"There is no {file} to start with, and no score model of the name {start}; give the folder of a "
-                "training of the same network, or the name of an embedded model."
-            ) from error
-    load_state(model, weights, start)
+        load_state(model, torch.load(file, weights_only=True)["average"], start)
+        return
+    try:
+        known = load_score(start)
+    except InputError as error:
+        raise InputError(
+            f"There is no {file} to start with, and no score model of the name {start}; give the folder of a "
+            "training of the same network, or the name of an embedded model."
+        ) from error
+    assert isinstance(known, EpsilonScore)
+    grown = {**model.state_dict(), **known.state_dict()}  # further blocks of a deeper network are silent at first
+    load_state(model, grown, start)
+    x, t = torch.randn(2, model.channels or 3, 32, 32), torch.full((2,), 0.1, dtype=torch.float64)
+    with torch.no_grad():
+        if not torch.allclose(model.epsilon(x, t), known.epsilon(x, t), atol=1e-4):
+            raise InputError(f"{start} is another network than the one to be trained, and cannot start it.")
 
 
 def _draw(images: Images | Photos, config: ScoreConfig, step: int) -> tuple[Tensor, Tensor, Tensor]:
