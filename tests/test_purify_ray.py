@@ -119,7 +119,9 @@ def test_the_walk_is_no_further_than_there_is_room(cluster):
 def test_a_purifier_that_cannot_be_sent_is_one_sentence(tmp_path, folder, cluster):
     purifier = noisy()
     purifier.lock = threading.Lock()
-    with pytest.raises(InputError, match="The model cannot be sent to Ray workers"):
+    with pytest.raises(
+        InputError, match=r"^The model cannot be sent to Ray workers \(cannot pickle '_thread.lock' object\)\.$"
+    ):
         purify_files(purifier, [folder], tmp_path / "out", engine=cluster)
 
 
@@ -128,13 +130,15 @@ def test_the_command(tmp_path, folder, cluster, monkeypatch):
     monkeypatch.chdir(tmp_path)  # relative paths, and workers with another working directory
 
     def call(*words):
-        words = ("purify", "in", "--seed", "1", "--sampler", "one-shot", *words)
+        words = ("purify", "--seed", "1", "--sampler", "one-shot", *words)
         return CliRunner().invoke(cli.app, words, catch_exceptions=False)
 
-    local, remote = call("-o", "local"), call("-o", "ray", "--engine", "ray")
+    local, remote = call("in", "-o", "local"), call("in", "-o", "ray", "--engine", "ray")
     assert remote.stdout == local.stdout
     assert remote.exit_code == local.exit_code == 1  # two files failed
     assert contents(tmp_path / "ray") == contents(tmp_path / "local")
+    call("in/a/0.png", "-o", "drawn", "--engine", "ray", "--trajectory", "strip")
+    assert tree(tmp_path / "drawn") == {"0.png", "0.png.trajectory.png"}
     for words, said in (
         (("--address", "localhost:1"), "--address is for --engine ray"),
         (("--engine", "ray", "--device", "cpu"), "leave --device out"),
@@ -142,4 +146,4 @@ def test_the_command(tmp_path, folder, cluster, monkeypatch):
         (("--engine", "ray", "--gpus", "1"), "A task wants 1 GPUs, but the Ray cluster has 0"),
     ):
         with pytest.raises(InputError, match=said):
-            call("-o", "other", *words)
+            call("in", "-o", "other", *words)

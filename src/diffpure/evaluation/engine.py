@@ -266,7 +266,8 @@ def _put(ray: Any, shared: object) -> Any:
     try:
         return ray.put(shared)
     except (TypeError, pickle.PicklingError) as error:
-        raise InputError(f"The model cannot be sent to Ray workers ({str(error).splitlines()[0]}).") from error
+        # Ray's own message shows all of the model.
+        raise InputError(f"The model cannot be sent to Ray workers ({error.__cause__ or error}).") from error
 
 
 def _task(task: Callable[[Any, Any], Any], kept: Sequence[Any], piece: Any, count: int) -> Any:
