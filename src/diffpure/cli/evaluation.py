@@ -48,6 +48,10 @@ AllowCode = Annotated[
 ]
 
 
+EngineName = Annotated[str, typer.Option(help="local, or ray (pip install ray).")]
+Address = Annotated[str | None, typer.Option(help="A Ray cluster; without one, Ray starts here.")]
+Cpus = Annotated[float | None, typer.Option(min=0, help="CPUs of a Ray task; by default one per thread.")]
+Gpus = Annotated[float | None, typer.Option(min=0, help="GPUs of a Ray task, where it then computes.")]
 TERMINATED: Final = 128 + signal.SIGTERM
 
 
@@ -81,10 +85,10 @@ def evaluate(
     spec: Spec,
     out: Runs = Path("runs"),
     estimate: Annotated[bool, typer.Option("--estimate", help="Only say what it would cost on this machine.")] = False,
-    engine: Annotated[str, typer.Option(help="local, or ray (pip install ray).")] = "local",
-    address: Annotated[str | None, typer.Option(help="A Ray cluster; without one, Ray starts here.")] = None,
-    cpus: Annotated[float | None, typer.Option(min=0, help="CPUs of a Ray task; by default one per thread.")] = None,
-    gpus: Annotated[float | None, typer.Option(min=0, help="GPUs of a Ray task, where it then computes.")] = None,
+    engine: EngineName = "local",
+    address: Address = None,
+    cpus: Cpus = None,
+    gpus: Gpus = None,
     device: Device = "auto",
     memory: Memory = None,
     png: Pngs = None,
@@ -99,7 +103,7 @@ def evaluate(
     from diffpure.experiments.load import run_folder, run_spec
 
     wanted, base = read_spec(spec)
-    where = _engine(engine, device, {"address": address, "cpus": cpus, "gpus": gpus})
+    where = make_engine(engine, device, {"address": address, "cpus": cpus, "gpus": gpus})
     # A task of Ray moves its copy of the model to its own GPU.
     loader, limit = make_loader("cpu" if engine == "ray" else device, allow_code, base), _bytes(memory)
     if settings:
@@ -125,7 +129,7 @@ def evaluate(
     say(f"Run: {folder}   Page: diffpure report {folder}")
 
 
-def _engine(name: str, device: str, options: dict[str, Any]) -> Engine:
+def make_engine(name: str, device: str, options: dict[str, Any]) -> Engine:
     """The engine of that name; `options` are Ray's, None where none was given."""
     from diffpure.evaluation.engine import Local, Ray
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from diffpure.cli.base import Bars, Device, Quiet, Threads, app, say, use_device, use_threads, visible
+from diffpure.cli.evaluation import Address, Cpus, EngineName, Gpus, make_engine, stoppable
 from diffpure.errors import InputError, unknown
 
 if TYPE_CHECKING:
@@ -47,21 +48,28 @@ def purify(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     trajectory: Annotated[Trajectory, typer.Option(help="Also draw the way back.", show_default=False)] = "none",
+    engine: EngineName = "local",
+    address: Address = None,
+    cpus: Cpus = None,
+    gpus: Gpus = None,
     device: Device = "auto",
     threads: Threads = None,
     quiet: Quiet = False,
 ) -> None:
     """Purify images of any size; damaged files are reported at the end, and a second run continues the first."""
     use_threads(threads)
-    where = use_device(device)
+    work = make_engine(engine, device, {"address": address, "cpus": cpus, "gpus": gpus})
+    where = work.device or use_device(device)
     from diffpure.data.images import LARGEST
     from diffpure.files import purify_files
     from diffpure.purifiers.diffusion import Purifier
     from diffpure.scores.load import load_score
 
     way = make_sampler(sampler, t_star, steps)
-    purifier = Purifier(load_score(model, like=like), way).to(where)
-    with Bars(quiet) as bars:
+    purifier = Purifier(load_score(model, like=like), way)
+    if work.device is None:  # a Ray worker moves its own copy
+        purifier.to(where)
+    with stoppable(out), Bars(quiet) as bars:
         report = purify_files(
             purifier,
             inputs,
@@ -74,6 +82,7 @@ def purify(
             settings=_settings(model, like, sampler, way),
             overwrite=overwrite,
             on_image=None if trajectory == "none" else _drawer(purifier, trajectory, where),
+            engine=work,
             progress=bars,
         )
     _show(report, purifier.size)
@@ -86,7 +95,7 @@ def _show(report: Report, size: int | None) -> None:
     if (how := report.fitted(size)) is not None:
         say(how)
     for kind, lines in (("note", report.notes), ("failed", report.failed)):
-        for name, reason in lines:
+        for name, reason in sorted(lines):  # Ray finishes groups in any order
             say(f"{kind:<6}  {visible(f'{name}: {reason}')}")
 
 

@@ -22,7 +22,7 @@ EXTRAS = {
     "timm": "timm classifiers by name",
     "robustbench": "RobustBench classifiers by name",
     "onnxruntime": "ONNX classifiers (black-box attacks only)",
-    "ray": "evaluations on a Ray cluster",
+    "ray": "evaluations and folders of images on a Ray cluster",
     "foolbox": "attacks of foolbox on our defences",
     "adversarial-robustness-toolbox": "attacks of ART on our defences",
 }

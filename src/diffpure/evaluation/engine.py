@@ -2,20 +2,23 @@
 
 An engine is given units and gives back what they found, in any order. Seeds belong to images and the batch plan to the
 run, so every engine gives the same rows. Ray is imported only when its engine is used; it runs a task again when the
-worker that held it is lost.
+worker that held it is lost. Other work that falls into pieces, such as a folder of images, goes through `map`.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib
+import itertools
 import os
+import pickle
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol, final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar, final
 
 import torch
 from torch import nn
@@ -27,6 +30,9 @@ from diffpure.evaluation.setup import Evaluation
 from diffpure.evaluation.units import Batch, Done, Job, Unit, compute, device_of, threads
 
 Step = Callable[[Unit, int, int], None]  # (unit, step, of)
+Shared = TypeVar("Shared")
+Piece = TypeVar("Piece")
+Found = TypeVar("Found")
 _PULSE: Final = 5.0  # seconds without a result after which the head is asked whether it is there
 _HTTP2: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # and empty settings
 
@@ -50,6 +56,9 @@ class Engine(Protocol):
     def run(self, work: Evaluation, units: Sequence[Unit], on_step: Step, keeper: Keeper | None) -> Iterator[Done]:
         """The results of the units, in any order; `keeper` keeps an attack under way where the engine can."""
 
+    def map(self, task: Callable[[Shared, Piece], Found], shared: Shared, pieces: Iterable[Piece]) -> Iterator[Found]:
+        """`task(shared, piece)` for every piece, in any order; `pieces` is walked no further than there is room."""
+
 
 @final
 @dataclass(frozen=True)
@@ -63,6 +72,11 @@ class Local:
         """The results in the order of the units."""
         for unit in units:
             yield self._compute(work, unit, on_step, keeper)
+
+    def map(self, task: Callable[[Shared, Piece], Found], shared: Shared, pieces: Iterable[Piece]) -> Iterator[Found]:
+        """The results in the order of the pieces."""
+        for piece in pieces:
+            yield task(shared, piece)
 
     def _compute(self, work: Evaluation, unit: Unit, on_step: Step, keeper: Keeper | None) -> Done:
         saved = time.monotonic()
@@ -111,30 +125,36 @@ class Ray:
         return "cuda" if self.gpus else "cpu"
 
     def run(self, work: Evaluation, units: Sequence[Unit], on_step: Step, keeper: Keeper | None) -> Iterator[Done]:
-        """The results as they come; so many tasks are under way that no worker waits, and no more."""
+        """The results as they come."""
+        for done in self.map(_unit, (work.job, self.device), ((unit, work.batch(unit)) for unit in units)):
+            on_step(done.unit, 1, 1)
+            yield done
+
+    def map(self, task: Callable[[Shared, Piece], Found], shared: Shared, pieces: Iterable[Piece]) -> Iterator[Found]:
+        """The results as they come; so many tasks are under way that no worker waits, and no more.
+
+        A worker unpacks `shared` once. A task whose worker was lost is run again: it must do no harm a second time.
+        """
         ray = _ray()
         started = self._connect(ray)
         try:
             remote = ray.remote(num_cpus=self._cpus, num_gpus=self.gpus, max_retries=self.retries)(_task)
-            job, count = ray.put(work.job), torch.get_num_threads()
-            waiting, head = list(reversed(units)), self._head(ray)
-            running: dict[Any, Unit] = {}
-            while waiting or running:
-                while waiting and len(running) < self._window(ray):
-                    unit = waiting.pop()
-                    running[remote.remote(job, unit, work.batch(unit), count, self.gpus > 0)] = unit
-                ready, _ = ray.wait(list(running), num_returns=1, timeout=_PULSE)
+            kept, count, head = _put(ray, shared), torch.get_num_threads(), self._head(ray)
+            left, running = iter(pieces), list[Any]()
+            while True:
+                room = max(0, self._window(ray) - len(running))
+                running += [remote.remote(task, [kept], piece, count) for piece in itertools.islice(left, room)]
+                if not running:
+                    return
+                ready, running = ray.wait(running, num_returns=1, timeout=_PULSE)
                 if not ready and not _alive(head):
                     started = _abandon()
                     raise InputError(
                         f"The head of the Ray cluster at {head} is gone; start one and run the same command again, "
-                        "which goes on from the units that are finished."
+                        "which goes on from what is finished."
                     )
                 for reference in ready:
-                    unit = running.pop(reference)
-                    done = _result(ray, reference)
-                    on_step(unit, 1, 1)
-                    yield done
+                    yield _result(ray, reference)
         finally:
             if started:
                 ray.shutdown()
@@ -241,22 +261,40 @@ def _unreachable(address: str, error: Exception) -> InputError:
     return InputError(f"There is no way to reach a Ray cluster at {address} ({reason}).")
 
 
-def _task(job: Job, unit: Unit, batch: Batch, count: int, gpu: bool) -> Done:
-    """One unit in a worker, with as many threads as the driver has."""
-    device = torch.device("cuda" if gpu else "cpu")
-    if isinstance(job.model, nn.Module) and device_of(job.model) != device:
-        job = replace(job, model=job.model.to(device))
-    with threads(count):
-        return compute(job, unit, batch.to(device))
-
-
-def _result(ray: Any, reference: Any) -> Done:
+def _put(ray: Any, shared: object) -> Any:
+    """A reference to what all tasks share."""
     try:
-        done: Done = ray.get(reference)
+        return ray.put(shared)
+    except (TypeError, pickle.PicklingError) as error:
+        # Ray's own message shows all of the model.
+        raise InputError(f"The model cannot be sent to Ray workers ({error.__cause__ or error}).") from error
+
+
+def _task(task: Callable[[Any, Any], Any], kept: Sequence[Any], piece: Any, count: int) -> Any:
+    """A piece of work in a worker, with as many threads as the driver has; `kept` holds the one reference."""
+    with threads(count):
+        return task(_unpacked(kept[0]), piece)
+
+
+@functools.lru_cache(maxsize=1)
+def _unpacked(reference: Any) -> Any:
+    return _ray().get(reference)
+
+
+def _unit(shared: tuple[Job, str], piece: tuple[Unit, Batch]) -> Done:
+    """One unit of an evaluation in a worker."""
+    (job, device), (unit, batch) = shared, piece
+    if isinstance(job.model, nn.Module):
+        job.model.to(device)
+    return compute(job, unit, batch.to(torch.device(device)))
+
+
+def _result(ray: Any, reference: Any) -> Any:
+    try:
+        return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, InputError):
             raise error.cause from None
         raise
     except ray.exceptions.RayError as error:
         raise InputError(f"A Ray worker was lost too often ({type(error).__name__}); run it again to go on.") from error
-    return done

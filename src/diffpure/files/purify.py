@@ -1,20 +1,27 @@
-"""`purify_files`: everything that inputs name, purified into one folder, where a second run goes on."""
+"""`purify_files`: everything that inputs name, purified into one folder, where a second run goes on.
+
+    inputs → work: groups of images, npz files → engine: here, or on a Ray cluster → files, and a report of each group
+
+The inputs are walked here, and no further than the engine has room. A group holds the images that are purified
+together, so that its files depend on nothing else; whoever has it reads and writes the files itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from diffpure.data.images import LARGEST
 from diffpure.disk import write_whole
 from diffpure.errors import InputError
+from diffpure.evaluation.engine import Engine, Local
 from diffpure.files import names, record
 from diffpure.files.arrays import Clean, Images, purify_arrays
 from diffpure.files.pictures import Picture, eight_bits, encode
@@ -37,6 +44,10 @@ Progress = Callable[[str, int, int | None], None]
 Read = tuple[Item, Picture]
 
 
+def _silent(what: str, done: int, total: int | None) -> None:
+    """Tell nobody how far the work has come."""
+
+
 def purify_files(
     purifier: PurifierBase,
     inputs: Sequence[str],
@@ -50,32 +61,57 @@ def purify_files(
     settings: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     on_image: OnImage | None = None,
-    progress: Progress = lambda *_: None,
+    engine: Engine | None = None,
+    progress: Progress = _silent,
 ) -> Report:
     """Purify everything that `inputs` name into the folder `out`; what is there already is skipped.
 
     settings: what else decides the result, such as the model and t*; the folder records them, and refuses others unless
     it is to be overwritten.   device: where the purifier is.   on_image is called with the file of an image that was
     purified as a whole, its pixels (1, C, H, W) and its seed, for pictures of the way back.
+    engine: `Local()`, or `Ray(...)`, whose workers see the same folders and whose options choose the device.
     """
+    engine = Local() if engine is None else engine
     found = find(inputs, out)
     known = dict(settings or {}, fit=fit)
     if seed is not None:
         known |= {"seed": seed, "batch": batch}  # without a seed nobody can tell what a batch changes
     ours = record.claim(out, known, overwrite)
-    run = _Run(purifier, out, fit, seed, batch, max_pixels, device, overwrite, ours, on_image, progress, Report())
-    run.pictures([each for each in found if each.suffix != ARRAYS])
-    for each in found:
-        if each.suffix == ARRAYS:
-            run.arrays(each)
+    total = None if any(each.suffix in TARS for each in found) else len(found)
+    run = _Run(
+        purifier,
+        out.absolute(),  # a worker may have another working directory
+        fit,
+        seed,
+        batch,
+        max_pixels,
+        engine.device or device,
+        overwrite,
+        ours,
+        on_image,
+        progress,
+        Report(),
+    )
+    for part in engine.map(_Run.purified, run, run.work(found, total)):
+        run.report.add(part)
+        progress("images", run.report.count, total)
     record.finish(out, known, overwrite)
     return run.report
 
 
 @final
 @dataclass(frozen=True)
+class _Group:
+    """Images that are read together, and the names of those that are missing."""
+
+    items: Sequence[Item]
+    missing: frozenset[str]
+
+
+@final
+@dataclass(frozen=True)
 class _Run:
-    """One call of `purify_files`."""
+    """One call of `purify_files`, or the part of it that a worker does."""
 
     purifier: PurifierBase
     out: Path
@@ -90,26 +126,47 @@ class _Run:
     progress: Progress
     report: Report
 
-    def pictures(self, inputs: Sequence[Input]) -> None:
-        """Purify image files and the images of tar archives."""
-        total = None if any(each.suffix in TARS for each in inputs) else len(inputs)
+    def __getstate__(self) -> dict[str, Any]:
+        """What a worker is sent: progress is shown where the run began."""
+        return {**vars(self), "progress": _silent}
+
+    def work(self, found: Sequence[Input], total: int | None) -> Iterator[_Group | Input]:
+        """What is missing, one piece after the other: groups of images, then npz files."""
         taken: set[str] = set()
-        for group in plan(items(inputs, self.largest, self.report), self.batch):
+        pictures = (each for each in found if each.suffix != ARRAYS)
+        for group in plan(items(pictures, self.largest, self.report), self.batch):
             there = [(item, self._is_there(item.name, taken)) for item in group]
-            missing = {item.name for item, known in there if known is False}
+            missing = frozenset(item.name for item, known in there if known is False)
             # A batch that is purified again has the images of the first time, so that every digit is the same.
             again = missing and self.seed is not None
-            for alike in self._read([item for item, known in there if known is False or (known and again)]):
-                self._purify(alike, missing)
-            finished = len(self.report.done) + len(self.report.skipped) + len(self.report.failed)
-            self.progress("images", finished, total)
+            if missing:
+                yield _Group([item for item, known in there if known is False or (known and again)], missing)
+            else:
+                self.progress("images", self.report.count, total)
+        for each in found:
+            known = None
+            if each.suffix == ARRAYS:
+                with self._failure(each.shown):
+                    known = self._is_there(names.clean(each.below, each.path.name), set())
+            if known is False:
+                yield each
 
-    def arrays(self, each: Input) -> None:
+    def purified(self, piece: _Group | Input) -> Report:
+        """Purify a piece of the work; after a worker was lost, a second time, to the same files."""
+        part = replace(self, report=Report())
+        if isinstance(self.purifier, nn.Module):
+            self.purifier.to(self.device)  # a worker's own copy, and here where it is already
+        if isinstance(piece, Input):
+            part._arrays(piece)
+        else:
+            for alike in part._read(piece.items):
+                part._purify(alike, piece.missing)
+        return part.report
+
+    def _arrays(self, each: Input) -> None:
         """Purify the images in an npz file."""
         with self._failure(each.shown):
             name = names.clean(each.below, each.path.name)
-            if self._is_there(name, set()) is not False:
-                return
             target, work = names.place(self.out, name), names.place(self.out, names.WORK)
             said = purify_arrays(each.path, target, work, self._cleaner(name), self.batch, self.largest)
             self.report.done.append(name)
@@ -156,7 +213,7 @@ class _Run:
                 alike.setdefault((picture.pixels.shape, picture.pixels.dtype), []).append((item, picture))
         yield from alike.values()
 
-    def _purify(self, alike: Sequence[Read], missing: set[str]) -> None:
+    def _purify(self, alike: Sequence[Read], missing: frozenset[str]) -> None:
         """Purify pictures of one size and write those that are missing."""
         how = self._way(alike[0][1])
         if how != "whole":

@@ -22,6 +22,20 @@ class Report:
     ways: Counter[str] = field(default_factory=Counter)
     tiles: int = 0
 
+    @property
+    def count(self) -> int:
+        """How many files were dealt with."""
+        return len(self.done) + len(self.skipped) + len(self.failed)
+
+    def add(self, part: Report) -> None:
+        """Take in what became of some of the files."""
+        self.done += part.done
+        self.skipped += part.skipped
+        self.failed += part.failed
+        self.notes += part.notes
+        self.ways += part.ways
+        self.tiles += part.tiles
+
     def fitted(self, size: int | None) -> str | None:
         """One line that says how images of another size than the model's were purified; None without such."""
         square = f"{size}×{size}"

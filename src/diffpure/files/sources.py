@@ -6,10 +6,13 @@ digits in a batch of another size, and a run that was killed must go on to the s
 
 from __future__ import annotations
 
+import contextlib
 import glob
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, final
 
@@ -22,6 +25,7 @@ from diffpure.files.report import Report
 
 TARS: Final = frozenset({".tar", ".gz", ".tgz"})
 ARRAYS: Final = ".npz"
+KNOWN: Final = SUFFIXES | TARS | {ARRAYS}
 DRAWING: Final = ".trajectory"  # what ends the name of a drawing of the way back, before .png or .gif
 HEADROOM: Final = 1 << 20  # bytes of an image file that are not pixels
 GROUP: Final = 16_000_000  # pixels that are purified together at most, unless one image alone has more
@@ -38,12 +42,17 @@ class Item:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # small, as there may be millions: a Path takes several times the memory
 class Input:
-    """A file to purify, and the folder that it lies in below what was named."""
+    """A file to purify, by its absolute path, and the folder that it lies in below what was named."""
 
-    path: Path
+    file: str
     below: str = ""
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return Path(self.file)
 
     @property
     def shown(self) -> str:
@@ -63,16 +72,15 @@ def find(inputs: Sequence[str], out: Path) -> list[Input]:
     if out.resolve() in [path.resolve() for path in homes]:
         raise InputError(f"The images lie in {out} themselves; give another folder for the purified ones.")
     for text in inputs:
-        path = Path(text)
+        path = Path(text).absolute()
         if path.is_dir():
-            found += [Input(file, file.relative_to(path).parent.as_posix()) for file in _below(path, out)]
+            found += _below(path, out.resolve())
         elif path.is_file():
-            found.append(Input(path))
+            found.append(Input(str(path)))
         elif matches := sorted(glob.glob(text, recursive=True)):
-            found += [Input(match) for match in map(Path, matches) if match.is_file()]
+            found += [Input(str(match.absolute())) for match in map(Path, matches) if match.is_file()]
         else:
             raise InputError(f"There is no file, folder or match for {text!r}.")
-    found = [Input(each.path, "" if each.below == "." else each.below) for each in found]
     if not found:
         raise InputError(f"There are no images in {', '.join(inputs)}; image files, npz and tar archives are read.")
     counts = Counter(each.shown for each in found if each.suffix not in TARS)
@@ -81,13 +89,21 @@ def find(inputs: Sequence[str], out: Path) -> list[Input]:
     return found
 
 
-def _below(folder: Path, out: Path) -> Iterator[Path]:
-    """The files in a folder that may hold images, except what was written to `out`."""
-    outside = out.resolve()
-    for file in sorted(folder.rglob("*")):
-        known = file.suffix.lower() in SUFFIXES | TARS | {ARRAYS} and Path(file.stem).suffix != DRAWING
-        if known and file.is_file() and not file.resolve().is_relative_to(outside):
-            yield file
+def _below(folder: Path, outside: Path, below: str = "") -> Iterator[Input]:
+    """The files in a folder that may hold images, in the order of their paths, except what lies in `outside`."""
+    if folder.resolve().is_relative_to(outside):
+        return
+    entries: list[os.DirEntry[str]] = []
+    with contextlib.suppress(PermissionError), os.scandir(folder) as found:
+        entries = sorted(found, key=lambda entry: entry.name)  # one folder at a time
+    for entry in entries:
+        file = folder / entry.name
+        if entry.is_dir(follow_symlinks=False):
+            yield from _below(file, outside, f"{below}/{entry.name}".lstrip("/"))
+            continue
+        known = file.suffix.lower() in KNOWN and Path(file.stem).suffix != DRAWING
+        if known and file.is_file() and not (entry.is_symlink() and file.resolve().is_relative_to(outside)):
+            yield Input(str(file), below)
 
 
 def items(inputs: Iterable[Input], largest: int, report: Report) -> Iterator[Item]:
@@ -104,7 +120,7 @@ def items(inputs: Iterable[Input], largest: int, report: Report) -> Iterator[Ite
 
 def _of_file(each: Input, largest: int) -> Item:
     name = names.clean(each.below, each.path.name)
-    return Item(name, claimed_pixels(each.path), lambda: read_picture(each.path, largest))
+    return Item(name, claimed_pixels(each.path), partial(read_picture, each.path, largest))
 
 
 def _of_tar(each: Input, largest: int, report: Report) -> Iterator[Item]:
@@ -121,7 +137,7 @@ def _of_tar(each: Input, largest: int, report: Report) -> Iterator[Item]:
 def _of_bytes(name: str, content: bytes | InputError, largest: int) -> Item:
     if isinstance(content, InputError):
         raise content
-    return Item(name, max(claimed_pixels(content), len(content) // 3), lambda: read_picture(content, largest))
+    return Item(name, max(claimed_pixels(content), len(content) // 3), partial(read_picture, content, largest))
 
 
 def plan(images: Iterable[Item], batch: int) -> Iterator[list[Item]]:
