@@ -49,10 +49,10 @@ def times(*t: float) -> Tensor:
 def test_the_network_costs_what_a_hand_counts():
     model, (a, b, c), e = PhotoUNet(), (48, 64, 96), 64
     half, quarter, eighth = 112**2, 56**2, 28**2
-    blocks = 9 * 2 * (2 * half * a**2 + 4 * quarter * b**2 + 2 * eighth * c**2)
+    blocks = 9 * 2 * (4 * half * a**2 + 6 * quarter * b**2 + 3 * eighth * c**2)
     door_and_exit = 2 * 9 * half * 12 * a
     resampling = 2 * 4 * (quarter * a * b + eighth * b * c)
-    levels = 16 * e + e * e + 2 * e * (2 * a + 4 * b + 2 * c) + e
+    levels = 16 * e + e * e + 2 * e * (4 * a + 6 * b + 3 * c) + e
     total = multiply_adds(model, image(224, 224), times(0.1))
     assert total == blocks + door_and_exit + resampling + levels
     assert parameters(model) <= 1_500_000
