@@ -1,0 +1,65 @@
+"""`diffpure certify`: certificates of the model of a spec, or of the embedded models."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diffpure.cli.base import AsJson, Bars, Device, Quiet, Threads, app, say, use_threads
+from diffpure.cli.evaluation import AllowCode, Runs, make_loader, read_spec, stoppable
+from diffpure.cli.output import print_json
+
+Sigma = Annotated[
+    float | None,
+    typer.Option(help="Smoothing noise on images in [0, 1]; 0.25, or that of the spec's own t*.", show_default=False),
+]
+
+
+@app.command(epilog="Example: diffpure certify --sigma 0.25 --images 2 --n 100")
+def certify(
+    spec: Annotated[
+        str | None, typer.Argument(help="A spec whose model and images to take; the embedded CIFAR-10 ones without.")
+    ] = None,
+    sigma: Sigma = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="Draws per image that count the class.")] = 1000,
+    n0: Annotated[int, typer.Option("--n0", min=1, help="Draws before them, which choose it.")] = 100,
+    alpha: Annotated[float, typer.Option(help="The probability that the certificate of an image is wrong.")] = 0.001,
+    votes: Annotated[int, typer.Option(min=1, help="Reverse chains per draw, whose majority decides.")] = 1,
+    sampler: Annotated[
+        str | None, typer.Option(help="The way back: one-shot, few-step, sde, ode; one-shot, or the spec's own.")
+    ] = None,
+    images: Annotated[int | None, typer.Option(min=1, help="Only so many images; 200, or the spec's own.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of all draws.")] = 0,
+    per_call: Annotated[int, typer.Option(min=1, help="Images in one call of the model.")] = 100,
+    out: Runs = Path("runs"),
+    device: Device = "auto",
+    allow_code: AllowCode = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    threads: Threads = None,
+) -> None:
+    """Certify within which ℓ2 radius no attack changes a class; a killed run goes on when called again.
+
+    The forward diffusion of the purifier is the noise of randomised smoothing. One network call per draw with the
+    sampler one-shot; see the page on certificates for what is guaranteed.
+    """
+    use_threads(threads)
+    from diffpure.evaluation.certify import Smoothing, run
+    from diffpure.experiments.certify import EMBEDDED, certificate_spec
+    from diffpure.experiments.load import run_folder
+
+    wanted, base = (EMBEDDED, None) if spec is None else read_spec(spec)
+    noise = 0.25 if sigma is None and spec is None else sigma
+    smoothing = Smoothing(sigma=noise, n0=n0, n=n, alpha=alpha, votes=votes, seed=seed, per_call=per_call)
+    named, work = certificate_spec(wanted, smoothing, sampler, images, make_loader(device, allow_code, base))
+    folder = run_folder(named, out)
+    with stoppable(folder), Bars(quiet) as bars:
+        result = run(work, folder, partial(bars, "draws"))
+    if as_json:
+        print_json({"folder": folder, **result.summary()})
+        return
+    say(result)
+    say(f"Run: {folder}   Page: diffpure report {folder}")
