@@ -130,6 +130,8 @@ def _checked(header: Any, path: Path) -> dict[str, Any]:
         raise InputError(f"{path} holds no certificates of format {FORMAT}, which `diffpure certify` writes.")
     check_header(header, _HEADER, path)
     check_titles({"the model": header["model"]}, path)
+    if not isinstance(header.get("classes"), list) or not isinstance(header["model"]["title"], str):
+        raise InputError(f"The header of {path} is damaged: it has no title of the model or no list of classes.")
     if not header["alpha"] < 0.5:
         raise InputError(f"The header of {path} is damaged: its 'alpha' is {header['alpha']}.")
     return header
@@ -257,3 +259,10 @@ class Certification:
     def _repr_html_(self) -> str:
         """The table for a notebook."""
         return as_html(self.heading, self.table(), self.notes()) if self.complete else html.escape(str(self))
+
+    def report(self, out: str | Path, kind: str | None = None) -> None:
+        """Write the page about them: html, md, csv, json, png or pdf, by the file's ending unless named."""
+        # By the package's own door, as pages know results, but results know no pages.
+        from diffpure import write_report
+
+        write_report([self], out, kind)
