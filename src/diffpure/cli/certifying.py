@@ -51,9 +51,11 @@ def certify(
     from diffpure.experiments.certify import EMBEDDED, certificate_spec
     from diffpure.experiments.load import run_folder
 
-    wanted, base = (EMBEDDED, None) if spec is None else read_spec(spec)
-    noise = 0.25 if sigma is None and spec is None else sigma
-    smoothing = Smoothing(sigma=noise, n0=n0, n=n, alpha=alpha, votes=votes, seed=seed, per_call=per_call)
+    if spec is None:
+        wanted, base, sigma, images = EMBEDDED, None, 0.25 if sigma is None else sigma, images or 200
+    else:
+        wanted, base = read_spec(spec)
+    smoothing = Smoothing(sigma=sigma, n0=n0, n=n, alpha=alpha, votes=votes, seed=seed, per_call=per_call)
     named, work = certificate_spec(wanted, smoothing, sampler, images, make_loader(device, allow_code, base))
     folder = run_folder(named, out)
     with stoppable(folder), Bars(quiet) as bars:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from diffpure.errors import InputError
 from diffpure.evaluation.setup import about_model, distinct, refuse_training, surroundings
-from diffpure.evaluation.smoothed import decisions, smoothing_noise
+from diffpure.evaluation.smoothed import decisions, same_noise, smoothing_noise
 from diffpure.evaluation.store import Log
 from diffpure.evaluation.units import device_of, threads
 from diffpure.meter import metered
@@ -150,7 +150,7 @@ def set_up(
         classes = model.classify(images[:1].to(device)).shape[1]
     labels = as_labels(labels, len(images), classes)
     if smoothing.sigma is not None:
-        if abs(smoothing.sigma - sigma) > 1e-9 * sigma:
+        if not same_noise(smoothing.sigma, sigma):
             raise InputError(
                 f"The model's t* adds noise of sigma {sigma:.6g}, not {smoothing.sigma:.6g}; "
                 "`smoothed(score, classifier, sigma)` makes a model for a sigma."

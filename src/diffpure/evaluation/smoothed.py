@@ -50,6 +50,11 @@ def sigma_of(sde: Schedule, t_star: float) -> float:
     return float(sde.sigma(t_star)) / 2
 
 
+def same_noise(a: float, b: float) -> bool:
+    """Whether two σ are the same but for the rounding of their t*."""
+    return math.isclose(a, b, rel_tol=1e-9)
+
+
 def smoothed(
     score: ScoreModel,
     classifier: Callable[[Tensor], Tensor],

@@ -1,7 +1,7 @@
 """Certificates of a spec's model: from its names to a checked certification, and from a run back to it.
 
-    spec = CertificateSpec.of(EvaluationSpec.read("mine.toml"), Smoothing(sigma=0.25), Loader())
-    result = run(Loader().certifying(spec), run_folder(spec))
+    named, work = certificate_spec(EvaluationSpec.read("mine.toml"), Smoothing(sigma=0.25))
+    result = run(work, run_folder(named))           # killed at any moment, the same call goes on
 
 A spec's model is certified with its own sampler, its t* replaced by that of σ; without a σ, as it stands.
 """
@@ -20,18 +20,18 @@ from diffpure.data.sources import DataSpec
 from diffpure.diffusion.samplers import AnySampler, sampler_of
 from diffpure.errors import InputError
 from diffpure.evaluation.certify import Certifying, Smoothing, set_up
-from diffpure.evaluation.smoothed import smoothing_noise, t_star_of
+from diffpure.evaluation.smoothed import same_noise, sigma_of, smoothing_noise, t_star_of
 from diffpure.evaluation.verify import Verification
 from diffpure.evaluation.verify_certificates import verify_certificates
 from diffpure.experiments.load import PLAIN, Loader
 from diffpure.experiments.spec import EvaluationSpec, ModelSpec, named_folder
 from diffpure.results.certificates import FORMAT, read_certificates
 
-# The embedded models, certified by diffusion denoised smoothing, when no spec is named.
+# What is certified, by diffusion denoised smoothing, when no spec is named.
 EMBEDDED: Final = EvaluationSpec(
     name="CIFAR-10, small models",
     model=ModelSpec(classifier="cifar10-resnet", score="cifar10-small", sampler="one-shot"),
-    data=DataSpec(images="0-199"),
+    data=DataSpec(images=ALL),
 )
 
 
@@ -70,20 +70,22 @@ def certificate_spec(
 ) -> tuple[CertificateSpec, Certifying]:
     """The certification of a spec's model and images, by its values and ready to run.
 
-    sampler: another way back than the spec's, by name.   images: only so many of the spec's.
+    sampler: another way back than the spec's, by name.   images: only so many of the spec's, its first.
     """
     if spec.model.score is None:
         raise InputError("A certificate needs a [model] with a score: its forward diffusion is the smoothing noise.")
     back = _table(spec.model.sampler if sampler is None else sampler)
     model = loader.model(replace(spec.model, sampler=back))
     purifier: Any = model.purifier
-    if smoothing.sigma is not None and hasattr(purifier.sampler, "t_star"):
-        back = {**back, "t_star": t_star_of(purifier.score.sde, smoothing.sigma)}
+    sde, sigma = purifier.score.sde, smoothing.sigma
+    own = sigma_of(sde, purifier.sampler.t_star) if hasattr(purifier.sampler, "t_star") else None
+    if sigma is not None and own is not None and not same_noise(own, sigma):
+        back = {**back, "t_star": t_star_of(sde, sigma)}
         purifier.sampler = sampler_of(back)
     data = replace(spec.data, images=_first(spec.data, images)) if images is not None else spec.data
     plain = EvaluationSpec(name=spec.name, model=replace(spec.model, sampler=back), data=data)
     chosen = loader.data(plain)
-    if smoothing.sigma is None:
+    if sigma is None:
         smoothing = replace(smoothing, sigma=smoothing_noise(model, chosen.images, smoothing.votes))
     work = set_up(
         model,
@@ -108,6 +110,8 @@ def _first(data: DataSpec, count: int) -> str | list[int]:
     if data.images is None or data.images == ALL:
         return f"0-{count - 1}"
     named = expand(str(data.images), 1 << 50, f"The source {data.source!r}")
+    if count > len(named):
+        raise InputError(f"The spec chooses {len(named)} images, got {count} to certify.")
     return list(named[:count])
 
 

@@ -73,7 +73,7 @@ def conclusion(run: CertifiedRun) -> str:
 def by_radius(runs: Sequence[CertifiedRun]) -> list[tuple[str, list[str]]]:
     """The certified accuracies of all runs, radius by radius."""
     radii = sorted({radius for run in runs for radius in run.result.radii})
-    lines = [(f"{radius:g}", [str(run.result.certified(radius)) for run in runs]) for radius in radii]
+    lines = [(f"{radius:g}", [run.result.cell(radius) for run in runs]) for radius in radii]
     lines.append(("mean radius", [f"{run.result.mean_radius:.3f}" for run in runs]))
     return [*lines, ("abstained", [str(run.result.abstained) for run in runs])]
 

@@ -220,10 +220,14 @@ class Certification:
             "spent": self.spent(),
         }
 
+    def cell(self, radius: float) -> str:
+        """Certified accuracy at a radius with its interval, or that the draws can certify no such radius."""
+        return str(self.certified(radius)) if radius <= self.largest_radius else "0 % (needs more draws)"
+
     def table(self) -> list[list[str]]:
         """Certified accuracy by radius as rows of text, the first one the heading."""
         head = ["ℓ2 radius", "certified accuracy [95 % interval]", "images"]
-        return [head, *([f"{r:.2f}", str(rate := self.certified(r)), f"{rate.correct:g}"] for r in self.radii)]
+        return [head, *([f"{r:.2f}", self.cell(r), f"{self.certified(r).correct:g}"] for r in self.radii)]
 
     @property
     def name(self) -> str:
