@@ -69,7 +69,7 @@ def attack(work: Certifying, row: CertificateRow, settings: Mapping[str, Any]) -
         "size": float(threat.size(z)),
         "share_before": row.count / row.n,
         "share_after": kept / settings["draws"],
-        "changed": max(counts, key=lambda k: counts[k]) != row.prediction,
+        "changed": max(counts, key=lambda k: counts[k], default=None) != row.prediction,
         "refuted": lower_bound(others, settings["draws"], about["alpha"]) > 0.5,
         "seconds": round(time.perf_counter() - began, 2),
     }
