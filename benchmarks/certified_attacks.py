@@ -23,7 +23,6 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +44,7 @@ ATTACK, FRESH = 0xA77AC, 0xF3E5  # what the attack's seeds and those of the fres
 
 def load(result: Certification) -> Certifying:
     """The model and the images of a run of `diffpure certify`."""
-    smoothing = Smoothing(**{field.name: result.header[field.name] for field in fields(Smoothing)})
-    return certificate_spec(EvaluationSpec.of(result.header["spec"]), smoothing)[1]
+    return certificate_spec(EvaluationSpec.of(result.header["spec"]), Smoothing.of(result.header))[1]
 
 
 def attack(work: Certifying, row: CertificateRow, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -457,6 +457,26 @@ def test_an_unfinished_run_gives_no_number(finished, tmp_path):
     assert "3 rows are missing, that of image 2 first" in str(verify_certificates(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"n": 10**15}, {"n0": 10**15}, {"sigma": 1e300}, {"sigma": "0.25"}, {"alpha": 0.5}, {"votes": 0}, {"seed": "1"},
+     {"classes": None}, {"model": {}}, {"indices": [1, 1]}, {"format": 2}, {"threads": 10**6}],
+)  # fmt: skip
+def test_a_damaged_header_is_one_sentence(finished, tmp_path, wrong):
+    header, rows = read_certificates(finished)
+    lines = [json.dumps({"header": {**header, **wrong}}), *(row.line() for row in rows)]
+    (tmp_path / "rows.jsonl").write_text("".join(line + "\n" for line in lines))
+    with pytest.raises(InputError, match=r"is damaged|holds no certificates of format 1"):
+        verify_certificates(tmp_path)
+
+
+def test_the_table_of_a_large_sigma_has_wider_steps():
+    x = images(1, 4)
+    radii = dp.certify(smoothed(NEARLY, Constant(), 20.0), x, [2], n0=1, n=1000, per_call=1000).radii
+    assert radii[:3] == (0.0, 4.0, 8.0)
+    assert len(radii) <= 17
+
+
 def test_the_header_says_what_fixes_the_rows():
     header = set_up(defense(), images(1), [0], Smoothing(n0=3, n=4, alpha=0.01, seed=5)).header
     assert (header["sigma"], header["n0"], header["n"], header["alpha"], header["seed"]) == (0.25, 3, 4, 0.01, 5)

@@ -26,6 +26,7 @@ from typing import Final, final
 
 from diffpure.errors import InputError
 
+MOST: Final = 10_000_000  # draws: more would leave the bound fewer digits than they are worth
 _SLACK: Final = 1e-14  # of log P(Bin(n, p) ≥ k) per draw: what logarithms of factorials may have lost
 _ROUNDED: Final = 1 - 1e-12  # a radius is rounded towards zero by more than Φ⁻¹ may have lost
 

@@ -26,10 +26,10 @@ def certify(
     sigma: Sigma = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Draws per image that count the class.")] = 1000,
     n0: Annotated[int, typer.Option("--n0", min=1, help="Draws before them, which choose it.")] = 100,
-    alpha: Annotated[float, typer.Option(help="The probability that the certificate of an image is wrong.")] = 0.001,
-    votes: Annotated[int, typer.Option(min=1, help="Reverse chains per draw, whose majority decides.")] = 1,
+    alpha: Annotated[float, typer.Option(help="Probability that a certificate is wrong.")] = 0.001,
+    votes: Annotated[int, typer.Option(min=1, help="Reverse chains per draw; their majority decides.")] = 1,
     sampler: Annotated[
-        str | None, typer.Option(help="The way back: one-shot, few-step, sde, ode; one-shot, or the spec's own.")
+        str | None, typer.Option(help="one-shot, few-step, sde or ode; one-shot, or the spec's own.")
     ] = None,
     images: Annotated[int | None, typer.Option(min=1, help="Only so many images; 200, or the spec's own.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of all draws.")] = 0,
@@ -41,10 +41,9 @@ def certify(
     quiet: Quiet = False,
     threads: Threads = None,
 ) -> None:
-    """Certify within which ℓ2 radius no attack changes a class; a killed run goes on when called again.
+    """Certify ℓ2 radii within which no attack changes the class (randomised smoothing).
 
-    The forward diffusion of the purifier is the noise of randomised smoothing. One network call per draw with the
-    sampler one-shot; see the page on certificates for what is guaranteed.
+    The purifier's forward diffusion is the smoothing noise. A killed run goes on when called again.
     """
     use_threads(threads)
     from diffpure.evaluation.certify import Smoothing, run

@@ -13,7 +13,9 @@ from diffpure.errors import InputError
 
 @app.command(epilog="Example: diffpure report runs/* -o report.html")
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of finished evaluations.")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of finished evaluations, or of certificates.")
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("report.html"),
     kind: Annotated[
         str | None, typer.Option("--format", help="html, md, csv, json, png or pdf; from --out's ending.")
@@ -23,7 +25,7 @@ def report(
     ] = 8,
     threads: Threads = None,
 ) -> None:
-    """Write one self-contained page about evaluations (conclusion, rates, pictures) or about certificates."""
+    """Write one self-contained page about evaluations, or about certificates."""
     use_threads(threads)
     from diffpure.report.page import write, write_report
     from diffpure.report.runs import read_run

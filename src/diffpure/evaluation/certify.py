@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -34,12 +34,11 @@ from diffpure.noise import mix, mix_all
 from diffpure.purify import Defense
 from diffpure.results.certificates import FORMAT, CertificateRow, Certification, read_certificates
 from diffpure.results.rows import CERTIFICATES
-from diffpure.smoothing import check_alpha
+from diffpure.smoothing import MOST, check_alpha
 from diffpure.validate import as_images, as_labels
 
 SELECT: Final = 0x5E1E
 COUNT: Final = 0xC047
-MOST: Final = 10_000_000  # draws of an image: more would leave the bound fewer digits than it is worth
 PER_CALL: Final = 100  # images in one call of the model, where nobody says otherwise
 
 # What fixes the rows of a run.
@@ -76,6 +75,11 @@ class Smoothing:
             raise InputError(f"n0 and n are draws, from 1 to {MOST:,}, got {self.n0} and {self.n}.")
         if self.votes < 1 or self.per_call < 1:
             raise InputError(f"votes and per_call are at least 1, got {self.votes} and {self.per_call}.")
+
+    @classmethod
+    def of(cls, header: Mapping[str, Any]) -> Smoothing:
+        """How the certificates of a run were made, from its header."""
+        return cls(**{field.name: header[field.name] for field in fields(cls)})
 
 
 @final

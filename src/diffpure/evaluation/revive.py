@@ -7,7 +7,7 @@ is set up again around the given model and images, and then verified as a run of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,9 +51,10 @@ def verify(
 def certifying_of(folder: str | Path, model: Model, images: Any, labels: Any) -> Certifying:
     """The certification that a run's header describes, of the model and images at hand."""
     header, _ = read_certificates(folder, on_bad=lambda _: None)
-    smoothing = Smoothing(**{f.name: header[f.name] for f in fields(Smoothing)})
     about = {"indices": header["indices"], "name": header.get("name", ""), "spec": header.get("spec")}
-    return set_up_certificates(model, images, labels, smoothing, class_names=header.get("classes", ()), **about)
+    return set_up_certificates(
+        model, images, labels, Smoothing.of(header), class_names=header.get("classes", ()), **about
+    )
 
 
 def evaluation_of(header: Mapping[str, Any], model: Model, images: Any, labels: Any) -> Evaluation:

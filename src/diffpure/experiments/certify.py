@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -126,10 +126,9 @@ def verify_certificate_run(
     header, _ = read_certificates(folder, on_bad=lambda _: None)
     if header.get("spec") is None:
         raise InputError(f"{folder} was made without a spec; check it with `dp.verify` and the model itself.")
-    smoothing = Smoothing(**{f.name: header[f.name] for f in fields(Smoothing)})
     spec = replace(EvaluationSpec.of(header["spec"]), name=str(header.get("name", "")))
     try:
-        _, work = certificate_spec(spec, smoothing, loader=loader)
+        _, work = certificate_spec(spec, Smoothing.of(header), loader=loader)
     except InputError as error:
         raise InputError(f"{str(error).rstrip('.')}; `--rows-only` checks what the files alone can show.") from error
     return verify_certificates(folder, work, again=again, progress=progress)

@@ -32,14 +32,16 @@ from diffpure.results.rows import (
     whole,
 )
 from diffpure.results.text import aligned, as_html
-from diffpure.smoothing import certify_counts, largest_radius
+from diffpure.smoothing import MOST, certify_counts, largest_radius
 
 FORMAT: Final = 1  # of the header and the rows
-STEP: Final = 0.25  # between the radii of a table
+STEP, LONGEST = 0.25, 16  # between the radii of a table, and how many steps it may have
 _HEADER: Final = {
     "model": "table", "indices": "numbers", "sigma": "positive", "n0": "count", "n": "count", "alpha": "positive",
     "votes": "count", "seed": "whole", "per_call": "count", "threads": "count", "data": "text",
 }  # fmt: skip
+# More than any run has: a bound from a stranger's header must not take for ever.
+_MOST: Final = {"alpha": math.nextafter(0.5, 0), "sigma": 1e3, "n0": MOST, "n": MOST}
 
 
 @final
@@ -132,8 +134,9 @@ def _checked(header: Any, path: Path) -> dict[str, Any]:
     check_titles({"the model": header["model"]}, path)
     if not isinstance(header.get("classes"), list) or not isinstance(header["model"]["title"], str):
         raise InputError(f"The header of {path} is damaged: it has no title of the model or no list of classes.")
-    if not header["alpha"] < 0.5:
-        raise InputError(f"The header of {path} is damaged: its 'alpha' is {header['alpha']}.")
+    for key, most in _MOST.items():
+        if not header[key] <= most:
+            raise InputError(f"The header of {path} is damaged: its {key!r} is {header[key]}.")
     return header
 
 
@@ -178,8 +181,11 @@ class Certification:
 
     @property
     def radii(self) -> tuple[float, ...]:
-        """The radii of the table: in steps of 0.25, up to 0.75 or the largest that can be certified."""
-        return tuple(STEP * i for i in range(max(3, math.floor(self.largest_radius / STEP)) + 1))
+        """The radii of the table: in steps of 0.25 (wider for a large σ), to 0.75 or the largest that is possible."""
+        step = STEP
+        while self.largest_radius > LONGEST * step:
+            step *= 2
+        return tuple(step * i for i in range(max(3, math.floor(self.largest_radius / step)) + 1))
 
     def certified(self, radius: float = 0.0) -> Rate:
         """Certified accuracy at an ℓ2 radius; at 0 it is the accuracy of the smoothed classifier."""
