@@ -146,7 +146,7 @@ def test_every_text_of_a_header_is_escaped_in_the_page(world):
         (["--sampler", "nonsense"], "Unknown sampler 'nonsense'"),
         (["--votes", "3"], "Votes differ by the noise of the way back"),
         (["--images", "100000"], "images, so there is no image 99999"),
-        (["mine.toml", "--images", "18"], "The spec chooses 17 images, got 18 to certify"),
+        (["mine.toml", "--images", "18"], "'3-9, 20-29' has 17 images, fewer than 18"),
         (["cifar10-bare-linf"], "needs a [model] with a score"),
         (["cifar10-smal-linf"], "did you mean 'cifar10-small-linf'"),
     ],

@@ -13,9 +13,7 @@ from diffpure.errors import InputError
 
 @app.command(epilog="Example: diffpure report runs/* -o report.html")
 def report(
-    runs: Annotated[
-        list[Path], typer.Argument(help="Folders of finished evaluations, or of certificates.")
-    ],
+    runs: Annotated[list[Path], typer.Argument(help="Folders of finished evaluations, or of certificates.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("report.html"),
     kind: Annotated[
         str | None, typer.Option("--format", help="html, md, csv, json, png or pdf; from --out's ending.")

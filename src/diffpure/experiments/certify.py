@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, final
 
-from diffpure.data.choice import ALL, expand
+from diffpure.data.choice import ALL, first
 from diffpure.data.sources import DataSpec
 from diffpure.diffusion.samplers import AnySampler, sampler_of
 from diffpure.errors import InputError
@@ -82,7 +82,7 @@ def certificate_spec(
     if sigma is not None and own is not None and not same_noise(own, sigma):
         back = {**back, "t_star": t_star_of(sde, sigma)}
         purifier.sampler = sampler_of(back)
-    data = replace(spec.data, images=_first(spec.data, images)) if images is not None else spec.data
+    data = spec.data if images is None else replace(spec.data, images=first(str(spec.data.images or ALL), images))
     plain = EvaluationSpec(name=spec.name, model=replace(spec.model, sampler=back), data=data)
     chosen = loader.data(plain)
     if sigma is None:
@@ -103,16 +103,6 @@ def certificate_spec(
 def _table(sampler: AnySampler) -> dict[str, Any]:
     """A sampler of a spec as a table."""
     return dict(sampler) if isinstance(sampler, Mapping) else {"kind": sampler}
-
-
-def _first(data: DataSpec, count: int) -> str | list[int]:
-    """The choice of the first images of a choice."""
-    if data.images is None or data.images == ALL:
-        return f"0-{count - 1}"
-    named = expand(str(data.images), 1 << 50, f"The source {data.source!r}")
-    if count > len(named):
-        raise InputError(f"The spec chooses {len(named)} images, got {count} to certify.")
-    return list(named[:count])
 
 
 def verify_certificate_run(
