@@ -25,6 +25,7 @@ LAYERS = (
     "purify",
     "purifiers",
     "theory",
+    "smoothing",
     "audit",
     "threats",
     "attacks",

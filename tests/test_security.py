@@ -130,6 +130,7 @@ COMMANDS = {
     "attack": lambda spec, run, out: ("attack", spec, "--out", out),
     "audit": lambda spec, run, out: ("audit", spec),
     "suggest-t": lambda spec, run, out: ("suggest-t", spec.with_name("defended.toml")),
+    "certify": lambda spec, run, out: ("certify", spec.with_name("defended.toml"), "--out", out),
     "verify": lambda spec, run, out: ("verify", run),
     "verify --again": lambda spec, run, out: ("verify", run, "--again", 1),
 }

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 import diffpure
 from diffpure.data import images as door
 from diffpure.data import samples
+from diffpure.data.choice import first
 from diffpure.data.cifar10 import CLASSES
 from diffpure.data.sources import SOURCES, Dataset, DataSpec, load
 from diffpure.data.subsets import SUBSETS, draw
@@ -131,6 +132,14 @@ def test_embedded_images_are_the_default_and_stand_at_the_front_door() -> None:
 def test_equal_choices_are_equal_specs(images: Any) -> None:
     assert DataSpec(images=images) == DataSpec(images="0-2, 7-8")
     assert load(DataSpec(images=images)).indices == (0, 1, 2, 7, 8)
+
+
+def test_the_first_images_of_a_choice_are_a_choice() -> None:
+    assert first("3-9, 20-29", 8) == "3-9, 20"
+    assert first("all", 5) == "0-4"
+    assert first("0-99999999999999", 3) == "0-2"  # never expanded
+    with pytest.raises(InputError, match="has 17 images, fewer than 18"):
+        first("3-9, 20-29", 18)
 
 
 def test_the_default_choice_is_the_same_spec_as_no_choice() -> None:

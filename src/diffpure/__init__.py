@@ -52,14 +52,17 @@ if TYPE_CHECKING:
     from diffpure.diffusion.sde import VPSDE as VPSDE
     from diffpure.diffusion.sde import DiscreteVP as DiscreteVP
     from diffpure.errors import InputError as InputError
+    from diffpure.evaluation.certify import certify as certify
     from diffpure.evaluation.evaluate import evaluate as evaluate
     from diffpure.evaluation.revive import verify as verify
+    from diffpure.evaluation.smoothed import smoothed as smoothed
     from diffpure.noise import Noise as Noise
     from diffpure.pictures.make import keep_pictures as keep_pictures
     from diffpure.purifiers.diffusion import Purifier as Purifier
     from diffpure.purify import Defense as Defense
     from diffpure.purify import PurifierBase as PurifierBase
     from diffpure.report.page import write_report as write_report
+    from diffpure.results.certificates import Certification as Certification
     from diffpure.results.compare import Comparison as Comparison
     from diffpure.results.compare import compare as compare
     from diffpure.results.result import Result as Result
@@ -107,9 +110,12 @@ _HOMES = {
         "Comparison",
         "compare",
     ),
+    "diffpure.evaluation.certify": ("certify",),
     "diffpure.evaluation.evaluate": ("evaluate",),
     "diffpure.results.result": ("Result",),
     "diffpure.evaluation.revive": ("verify",),
+    "diffpure.evaluation.smoothed": ("smoothed",),
+    "diffpure.results.certificates": ("Certification",),
     "diffpure.pictures.make": ("keep_pictures",),
     "diffpure.report.page": ("write_report",),
     "diffpure.diffusion.gradients": (

@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from diffpure.cli import (
     advising,
+    certifying,
     comparing,
     demo,
     evaluation,
@@ -31,7 +32,7 @@ from diffpure.errors import InputError
 
 __all__ = ["app", "main"]
 COMMANDS: Final = (
-    *(demo, evaluation, advising, comparing, runs, spec, start, tables, paper, reporting),
+    *(demo, evaluation, certifying, advising, comparing, runs, spec, start, tables, paper, reporting),
     *(images, machine, models, training),
 )  # each registers its commands when it is imported
 

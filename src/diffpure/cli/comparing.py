@@ -23,10 +23,10 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare two runs, paired per image, with McNemar's exact test."""
-    from diffpure.results.catalogue import describe
+    from diffpure.results.catalogue import describe_evaluation
     from diffpure.results.compare import compare as paired
 
-    first, second = describe(a), describe(b)
+    first, second = describe_evaluation(a), describe_evaluation(b)
     found = paired(first.result, second.result, rule)
     if as_json:
         print_json({"a": str(a), "b": str(b), **found.as_dict()})

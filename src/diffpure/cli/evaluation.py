@@ -178,7 +178,9 @@ def _write_pngs(folder: Path, to: Path | None, quiet: bool = False) -> None:
 @app.command(epilog="Example: diffpure verify runs/* --again 2")
 def verify(
     runs: Annotated[list[Path], typer.Argument(help="Folders of finished evaluations, or folders of such folders.")],
-    again: Annotated[int, typer.Option(min=0, help="Attacked batches per run, chosen at random, to compute anew.")] = 0,
+    again: Annotated[
+        int, typer.Option(min=0, help="Attacked batches (of certificates: images) per run to compute anew.")
+    ] = 0,
     rows_only: Annotated[
         bool, typer.Option("--rows-only", help="Check the files alone, without the model and the data.")
     ] = False,
@@ -191,21 +193,26 @@ def verify(
 ) -> None:
     """Check runs from their files: what is proven, and what is only claimed."""
     use_threads(threads)
+    from diffpure.evaluation.verify_certificates import verify_certificates
     from diffpure.evaluation.verify_files import verify_files
+    from diffpure.experiments.certify import verify_certificate_run
     from diffpure.experiments.load import verify_run
     from diffpure.results.catalogue import find_runs
+    from diffpure.results.rows import holds_certificates
 
     if rows_only and (again or allow_code):
         raise InputError("--rows-only asks no model, so that --again and --allow-code have nothing to do with it.")
     folders, found = find_runs(runs), {}
     for run in folders:
         try:
+            certified = holds_certificates(run)
             if rows_only:
-                checked = verify_files(run)
+                checked = verify_certificates(run) if certified else verify_files(run)
             else:
                 loader = make_loader(_device_of(run) if device == "auto" else device, allow_code, base)
+                check = verify_certificate_run if certified else verify_run
                 with Bars(quiet) as bars:
-                    checked = verify_run(run, loader, again=again, progress=partial(bars, run.name))
+                    checked = check(run, loader, again=again, progress=partial(bars, run.name))
             found[str(run)] = {**vars(checked), "passed": checked.passed}
             text = str(checked)
         except InputError as error:
@@ -223,9 +230,11 @@ def verify(
 
 def _device_of(run: Path) -> DeviceName:
     """The kind of device that a run was computed on: another kind rounds differently."""
-    from diffpure.results.rows import read_rows
+    from diffpure.results.certificates import read_certificates
+    from diffpure.results.rows import holds_certificates, read_rows
 
-    header, _ = read_rows(run, on_bad=lambda _: None)
+    read = read_certificates if holds_certificates(run) else read_rows
+    header, _ = read(run, on_bad=lambda _: None)
     kind = str(header.get("machine", {}).get("device")).partition(":")[0]
     return "cuda" if kind == "cuda" else "mps" if kind == "mps" else "cpu"
 

@@ -1,4 +1,4 @@
-"""`diffpure report`: a page about finished evaluations."""
+"""`diffpure report`: a page about finished evaluations, or about certificates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diffpure.errors import InputError
 
 @app.command(epilog="Example: diffpure report runs/* -o report.html")
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of finished evaluations.")],
+    runs: Annotated[list[Path], typer.Argument(help="Folders of finished evaluations, or of certificates.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("report.html"),
     kind: Annotated[
         str | None, typer.Option("--format", help="html, md, csv, json, png or pdf; from --out's ending.")
@@ -23,12 +23,17 @@ def report(
     ] = 8,
     threads: Threads = None,
 ) -> None:
-    """Write one self-contained page about evaluations: conclusion, rates, pictures."""
+    """Write one self-contained page about evaluations, or about certificates."""
     use_threads(threads)
-    from diffpure.report.page import write
+    from diffpure.report.page import write, write_report
     from diffpure.report.runs import read_run
+    from diffpure.results.rows import holds_certificates
 
     kind = kind or out.suffix.lstrip(".") or "html"
+    if any(map(holds_certificates, runs)):
+        write_report(runs, out, kind)
+        console.print(f"Report: {out}", soft_wrap=True, markup=False)
+        return
     found = [read_run(folder, pictures=pictures) for folder in runs]
     if kind == "html" and pictures:
         with console.status("Making pictures …"):

@@ -51,10 +51,9 @@ def list_runs(
 
 def _lines(run: RunInfo) -> list[str]:
     """A run in a few lines that fit a terminal."""
-    header, date = run.result.header, str(run.result.header.get("date") or "")[:16].replace("T", " ")
-    attacks = ", ".join(run.result.attacks) or "no attack"
-    about = f"{header['threat']}, {attacks}, {len(run.result.indices)} images"
-    return [f"{run.folder}  {run.state}  {date}", *(f"    {line}" for line in (run.name, about, run.headline) if line)]
+    date = str(run.result.header.get("date") or "")[:16].replace("T", " ")
+    told = (run.name, run.about, run.headline)
+    return [f"{run.folder}  {run.state}  {date}", *(f"    {line}" for line in told if line)]
 
 
 @runs_app.command(epilog="Example: diffpure runs show runs/mine")

@@ -41,6 +41,19 @@ def expand(choice: str, size: int, source: str) -> tuple[int, ...]:
     return tuple(i for part in chosen for i in part)
 
 
+def first(choice: str, count: int) -> str:
+    """The choice of the first `count` images of a choice, not expanded."""
+    if choice == ALL:
+        return f"0-{count - 1}"
+    parts, left = list[range](), count
+    for part in _ranges(choice):
+        parts.append(part[:left])
+        left -= len(parts[-1])
+    if left:
+        raise InputError(f"The choice of images {choice!r} has {count - left} images, fewer than {count}.")
+    return _text(part for part in parts if part)
+
+
 def _ranges(text: str) -> list[range]:
     """The ranges of a text, in its order and not expanded."""
     matches = [_RANGE.fullmatch(part) for part in text.split(",")]

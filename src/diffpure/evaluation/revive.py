@@ -14,11 +14,15 @@ from typing import Any, Final
 from diffpure.attacks import revive_attack
 from diffpure.attacks.losses import Model
 from diffpure.errors import InputError
+from diffpure.evaluation.certify import Certifying, Smoothing
+from diffpure.evaluation.certify import set_up as set_up_certificates
 from diffpure.evaluation.setup import Evaluation, Settings, set_up
 from diffpure.evaluation.verify import Verification
 from diffpure.evaluation.verify import verify as verify_evaluation
+from diffpure.evaluation.verify_certificates import verify_certificates
 from diffpure.named import revive
-from diffpure.results.rows import read_rows
+from diffpure.results.certificates import read_certificates
+from diffpure.results.rows import holds_certificates, read_rows
 from diffpure.threats import THREATS, ThreatModel
 
 CLAIMED_SPEC: Final = "that the spec in the header was evaluated (`diffpure verify` loads what it names)"
@@ -35,11 +39,22 @@ def verify(
 ) -> Verification:
     """Check the run in a folder against the model, images (B, C, H, W) in [0, 1] and labels (B,) that it is about.
 
-    again: how many attacked units, chosen at random, to compute anew.
+    again: how many attacked units, chosen at random, to compute anew; of a run of certificates, how many images.
     """
+    if holds_certificates(folder):
+        return verify_certificates(folder, certifying_of(folder, model, images, labels), again=again, progress=progress)
     header, _ = read_rows(folder, on_bad=lambda _: None)
     found = verify_evaluation(folder, evaluation_of(header, model, images, labels), again=again, progress=progress)
     return found if header.get("spec") is None else replace(found, claimed=(*found.claimed, CLAIMED_SPEC))
+
+
+def certifying_of(folder: str | Path, model: Model, images: Any, labels: Any) -> Certifying:
+    """The certification that a run's header describes, of the model and images at hand."""
+    header, _ = read_certificates(folder, on_bad=lambda _: None)
+    about = {"indices": header["indices"], "name": header.get("name", ""), "spec": header.get("spec")}
+    return set_up_certificates(
+        model, images, labels, Smoothing.of(header), class_names=header.get("classes", ()), **about
+    )
 
 
 def evaluation_of(header: Mapping[str, Any], model: Model, images: Any, labels: Any) -> Evaluation:

@@ -132,8 +132,8 @@ def set_up(
     labels = as_labels(labels, len(images))
     indices = range(len(images)) if settings.indices is None else settings.indices
     seeds: Any = (settings.seeds,) if isinstance(settings.seeds, Integral) else settings.seeds
-    chosen, numbers = _distinct(indices, "dataset index", len(images)), _distinct(seeds, "seed", None)
-    _refuse_training(model)
+    chosen, numbers = distinct(indices, "dataset index", len(images)), distinct(seeds, "seed", None)
+    refuse_training(model)
     first = images[:2].to(device_of(model))
     model, classes = _repeatable(model, first)
     as_labels(labels, len(images), classes)
@@ -147,9 +147,8 @@ def set_up(
     header = {
         "format": FORMAT,
         "name": settings.name,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "spec": settings.spec,
-        "model": _about_model(model),
+        "model": about_model(model),
         "data": digest(images, labels),
         "indices": chosen,
         "classes": list(settings.class_names),
@@ -160,14 +159,22 @@ def set_up(
         "seeds": numbers,
         "batch": settings.batch,
         "per_call": job.per_call,
-        "threads": torch.get_num_threads(),
-        "versions": {"diffpure": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "machine": {"device": str(first.device), "processor": platform.machine()},
+        **surroundings(first.device),
     }
     return Evaluation(job, images, labels, json.loads(json.dumps(header)), classes)
 
 
-def _distinct(values: Sequence[int], what: str, count: int | None) -> list[int]:
+def surroundings(device: torch.device) -> dict[str, Any]:
+    """When, with what and where a run is made."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "threads": torch.get_num_threads(),
+        "versions": {"diffpure": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "machine": {"device": str(device), "processor": platform.machine()},
+    }
+
+
+def distinct(values: Sequence[int], what: str, count: int | None) -> list[int]:
     """Integers, each once, and as many as there are images where that is asked."""
     numbers = [whole_number(value) for value in values]
     if len(set(numbers)) < len(numbers) or not numbers or (count is not None and len(numbers) != count):
@@ -183,7 +190,8 @@ def _checked(attacks: Mapping[str, Attack], eot: int | Mapping[str, Any] | EOT |
     return {name: attack if eot is None else attack.with_eot(eot) for name, attack in attacks.items()}
 
 
-def _refuse_training(model: Model) -> None:
+def refuse_training(model: Model) -> None:
+    """Refuse a model with layers that are random in training."""
     if isinstance(model, nn.Module):
         for module in model.modules():
             random = isinstance(module, nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd)
@@ -200,7 +208,7 @@ def _repeatable(model: Model, x: Tensor) -> tuple[Model, int]:
     return model, first.shape[1]
 
 
-def _about_model(model: Model) -> dict[str, Any]:
+def about_model(model: Model) -> dict[str, Any]:
     """A model in words, and what names its parts; a part that cannot be identified is None."""
     purifier = getattr(model, "purifier", None)
     mode = getattr(purifier, "gradient", None)

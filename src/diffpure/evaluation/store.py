@@ -4,6 +4,8 @@
     adversarial/     a safetensors file per batch and attack: z, images, labels and the images' dataset indices
     summary.json     the rates, once the run is complete
 
+A run of certificates has no adversarial images, and is otherwise kept alike.
+
 A row is written only after the file with its adversarial image. A line that a kill cut short is removed on opening;
 every other file appears whole (written under another name, then renamed) or not at all. One process at a time writes.
 """
@@ -13,9 +15,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Self, final
+from typing import Any, ClassVar, Final, Generic, Protocol, Self, TypeVar, final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,13 +37,30 @@ IMAGES: Final = "adversarial"
 STATE: Final = "state.safetensors"
 
 
-@final
-class Store:
+class Line(Protocol):
+    """A row of any kind of run."""
+
+    def line(self) -> str:
+        """The row as one line of JSON."""
+
+
+AnyRow = TypeVar("AnyRow", bound=Line)
+
+
+class Log(ABC, Generic[AnyRow]):
     """An open run: its header, the rows it has, and the only way to add some."""
 
-    def __init__(self, folder: Path, header: Mapping[str, Any], rows: Sequence[Row], lock: int) -> None:
+    kind: ClassVar[str]  # what the run is, in a word
+    identity: ClassVar[Sequence[str]]  # the keys of the header that fix its rows
+
+    def __init__(self, folder: Path, header: Mapping[str, Any], rows: Sequence[AnyRow], lock: int) -> None:
         self.folder, self.header, self.rows = folder, header, list(rows)
         self._lock = lock
+
+    @staticmethod
+    @abstractmethod
+    def read(folder: Path) -> tuple[dict[str, Any], list[AnyRow]]:
+        """The header and the rows in a folder."""
 
     @classmethod
     def open(cls, folder: str | Path, header: Mapping[str, Any]) -> Self:
@@ -62,10 +82,10 @@ class Store:
                     _refuse_foreign(folder)
                     write_whole(folder / ROWS, (json.dumps({"header": header}) + "\n").encode())
                 _repair(folder / ROWS)
-                old, rows = read_rows(folder)
-                if differing := [key for key in IDENTITY if old.get(key) != header[key]]:
+                old, rows = cls.read(folder)
+                if differing := [key for key in cls.identity if old.get(key) != header[key]]:
                     raise InputError(
-                        f"{folder} holds another evaluation (with other {differing[0]}); give a new folder."
+                        f"{folder} holds another {cls.kind} (with other {differing[0]}); give a new folder."
                     )
                 here, there = (_device(about) for about in (header, old))
                 if here != there:
@@ -75,7 +95,7 @@ class Store:
                 os.close(lock)
                 raise
 
-    def append(self, rows: Sequence[Row]) -> None:
+    def append(self, rows: Sequence[AnyRow]) -> None:
         """Add rows; they are on the disk when this returns, or (a full disk) none of them is."""
         path = self.folder / ROWS
         data = "".join(row.line() + "\n" for row in rows).encode()
@@ -90,6 +110,32 @@ class Store:
                     os.truncate(path, before)
                 raise
         self.rows += rows
+
+    def save_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write the rates beside the rows."""
+        with one_sentence(self.folder):
+            write_whole(self.folder / SUMMARY, (json.dumps(summary, indent=1) + "\n").encode())
+
+    def close(self) -> None:
+        """Let another process write."""
+        os.close(self._lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@final
+class Store(Log[Row]):
+    """An open run of an evaluation, with its adversarial images and the attack under way."""
+
+    kind, identity = "evaluation", IDENTITY
+
+    @staticmethod
+    def read(folder: Path) -> tuple[dict[str, Any], list[Row]]:
+        return read_rows(folder)
 
     def save_tensors(self, name: str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
         """Write tensors to a safetensors file of the run, whole or not at all."""
@@ -118,21 +164,6 @@ class Store:
     def forget_run(self) -> None:
         """Remove what was kept of an attack under way."""
         (self.folder / STATE).unlink(missing_ok=True)
-
-    def save_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write the rates beside the rows."""
-        with one_sentence(self.folder):
-            write_whole(self.folder / SUMMARY, (json.dumps(summary, indent=1) + "\n").encode())
-
-    def close(self) -> None:
-        """Let another process write."""
-        os.close(self._lock)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _device(header: Mapping[str, Any]) -> str:

@@ -67,7 +67,8 @@ class Verification:
         remarks = [f"  note     {text}" for text in self.remarks]
         if not self.passed:
             return "\n".join([f"{len(self.problems)} problems:", *self.problems, *remarks])
-        lines = [f"{self.rows} rows and {self.images} adversarial images are what the run says they are."]
+        images = f" and {self.images} adversarial images" if self.images else ""
+        lines = [f"{self.rows} rows{images} are what the run says they are."]
         lines += [f"  proven   {text}" for text in self.proven]
         return "\n".join([*lines, *(f"  claimed  {text}" for text in self.claimed), *remarks])
 
@@ -85,7 +86,7 @@ def verify(
     """
     folder, problems = Path(folder), list[str]()
     header, rows = read_rows(folder, on_bad=problems.append)
-    if wrong := list(_header_problems(header, evaluation.header)):
+    if wrong := list(header_problems(header, evaluation.header, IDENTITY)):
         return Verification(len(rows), 0, (*problems, *wrong))
     here, evaluation = evaluation.header, evaluation.planned(header)
     labels = dict(zip(evaluation.indices, evaluation.labels.tolist(), strict=True))
@@ -106,11 +107,11 @@ def verify(
     problems += summary_problems(folder, header, by_key)
     extra = (AGAIN.format(n=len(repeated), total=len(attacked)),) if repeated else ()
     claimed = CLAIMED if len(repeated) == len(attacked) else (CLAIMED_ATTACK, *CLAIMED)
-    remarks = tuple(_remarks(header, here))
-    return Verification(len(rows), count, tuple(dict.fromkeys(problems)), (*PROVEN, *extra), claimed, remarks)
+    said = tuple(remarks(header, here))
+    return Verification(len(rows), count, tuple(dict.fromkeys(problems)), (*PROVEN, *extra), claimed, said)
 
 
-def _remarks(header: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+def remarks(header: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
     """Other versions or another machine than those of the run, which may round otherwise."""
     for key in ("versions", "machine"):
         said, mine = header.get(key), here[key]
@@ -125,11 +126,12 @@ def _words(table: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in table.items())
 
 
-def _header_problems(header: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
+def header_problems(header: Mapping[str, Any], expected: Mapping[str, Any], identity: Sequence[str]) -> Iterator[str]:
+    """In what a header differs from the one that the model and images at hand have; identity: the keys that count."""
     for part, name in expected["model"]["parts"].items():
         if header["model"].get("parts", {}).get(part) != name or name is None:
             yield f"The header names another {part} than the one at hand."
-    for key in IDENTITY:
+    for key in identity:
         if header.get(key) != expected[key] and key != "model":
             yield f"The header differs in {key!r} from what is evaluated."
     about, wanted = ({k: v for k, v in h["model"].items() if k != "parts"} for h in (header, expected))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
 import torch
 from torch import nn
@@ -98,7 +98,19 @@ class Loader:
 PLAIN: Final = Loader()
 
 
-def run_folder(spec: EvaluationSpec, parent: str | Path = "runs") -> Path:
+class Named(Protocol):
+    """What a run is made from: its hash names it."""
+
+    @property
+    def hash(self) -> str:
+        """A hash of everything that fixes the rows."""
+
+    @property
+    def folder_name(self) -> str:
+        """The name of the run's folder."""
+
+
+def run_folder(spec: Named, parent: str | Path = "runs") -> Path:
     """The folder of a run: its name and hash; one of an earlier name but the same hash is gone on with."""
     parent = Path(parent)
     there = sorted(parent.glob(f"*{spec.hash}")) if parent.is_dir() else []

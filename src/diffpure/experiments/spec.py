@@ -167,9 +167,7 @@ class EvaluationSpec:
     @property
     def folder_name(self) -> str:
         """The name of the run's folder: readable, and its own."""
-        words = self.name.lower().replace("ℓ∞", "linf").replace("ℓ2", "l2")
-        readable = re.sub(r"[^a-z0-9.]+", "-", words)[:48].strip("-.")
-        return f"{readable}-{self.hash}" if readable else self.hash
+        return named_folder(self.name, self.hash)
 
     def plain(self) -> dict[str, Any]:
         """The spec as plain data, without its name and without what is at its default; `of` reads it."""
@@ -229,6 +227,13 @@ class EvaluationSpec:
         )
 
 
+def named_folder(name: str, key: str) -> str:
+    """The name of a folder: readable, and its own by its key."""
+    words = name.lower().replace("ℓ∞", "linf").replace("ℓ2", "l2")
+    readable = re.sub(r"[^a-z0-9.]+", "-", words)[:48].strip("-.")
+    return f"{readable}-{key}" if readable else key
+
+
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The tables of a TOML file."""
     try:
@@ -269,4 +274,4 @@ def _tiny_sampler(sampler: str | Table) -> dict[str, Any]:
     return {**table, "steps": 2} if hasattr(sampler_of(table), "steps") else table
 
 
-__all__ = ["ATTACKS", "FORMAT", "DataSpec", "EvaluationSpec", "ModelSpec", "Reference", "read_toml"]
+__all__ = ["ATTACKS", "FORMAT", "DataSpec", "EvaluationSpec", "ModelSpec", "Reference", "named_folder", "read_toml"]

@@ -1,4 +1,4 @@
-"""Plots of runs in one style: accuracy along an axis, and accuracy under no attack against the worst case."""
+"""Plots of runs in one style: accuracy along an axis, without attack against the worst case, certified by radius."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
+from diffpure.report import words
 from diffpure.report.runs import ReportedRun
+from diffpure.results.certificates import Certification
 from diffpure.results.result import TITLES
 from diffpure.results.rows import CLEAN, WORST, Rate
 
@@ -55,6 +57,26 @@ def trade_off(runs: Sequence[ReportedRun]) -> Figure:
         across, up = (f"accuracy, {TITLES[what]} (%)" for what in (CLEAN, WORST))
         ax.set(xlabel=across, ylabel=up, xlim=(-3, 103), ylim=(-3, 103))
         figure.legend(loc="outside lower left", frameon=False, fontsize=8)  # names may be longer than the plot is wide
+    return figure
+
+
+def certified(runs: Sequence[Certification]) -> Figure:
+    """Certified accuracy against the ℓ2 radius, with its interval as a band, one line per run."""
+    with plt.rc_context(STYLE):
+        names = [textwrap.fill(_literal(f"{words.name(r.header, r.name)}, σ = {r.sigma:g}"), 75) for r in runs]
+        lines = sum(1 + name.count("\n") for name in names)
+        figure, ax = plt.subplots(figsize=(5.2, 3.4 + 0.17 * lines), layout="constrained")
+        for run, name in zip(runs, names, strict=True):
+            # The accuracy falls just above the radius of each image, and is 0 above the largest.
+            radii = sorted({0.0, *(row.radius for row in run.rows if row.right)})
+            rates = [run.certified(radius) for radius in radii]
+            low, high = ([100 * rate.interval[end] for rate in rates] for end in (0, 1))
+            (line,) = ax.step(radii, [100 * rate.value for rate in rates], where="pre", label=name)
+            ax.fill_between(radii, low, high, step="pre", alpha=0.2, color=line.get_color(), linewidth=0)
+            ax.axvline(run.largest_radius, color=line.get_color(), linestyle=":", linewidth=1)
+        ax.set(xlabel="ℓ2 radius (images in [0, 1])", ylabel="certified accuracy (%)", ylim=(-3, 103))
+        ax.set_xlim(left=0)
+        figure.legend(loc="outside lower left", frameon=False, fontsize=8)
     return figure
 
 

@@ -34,7 +34,7 @@ class ReportedRun:
     @property
     def name(self) -> str:
         """Its given name, or its folder's."""
-        return words.printable(str(self.result.header.get("name") or self.folder.name)).replace("\n", " ")
+        return words.name(self.result.header, self.folder.name)
 
     def title(self, name: str) -> str:
         """What a line of rates is called; two attacks with equal titles are told apart by their names."""
@@ -44,8 +44,7 @@ class ReportedRun:
 
     def class_name(self, k: int) -> str:
         """What a class is called."""
-        names = self.result.header["classes"]
-        return str(names[k]) if 0 <= k < len(names) else f"class {k}"
+        return words.class_name(self.result.header, k)
 
 
 def read_run(folder: str | Path, remark: str = "", pictures: int = PICTURES) -> ReportedRun:

@@ -91,9 +91,8 @@ def glance(run: ReportedRun) -> tuple[str, ...]:
 def facts(run: ReportedRun) -> list[tuple[str, str]]:
     """What was evaluated, on what, when and at what cost; a threat belongs to attacks."""
     result, header = run.result, run.result.header
-    seeds, where = result.seeds, words.source(header)
-    chosen = f"dataset indices {words.ranges(result.indices)}" + (f" of {where}" if where else "")
-    found = [("Model", header["model"]["title"]), ("Images", f"{len(result.indices):,} ({chosen})")]
+    seeds = result.seeds
+    found = [("Model", header["model"]["title"]), ("Images", words.images(header))]
     found += [("Threat", words.threat(header))] if result.attacks else []
     found.append((f"Seed{'s' if len(seeds) > 1 else ''}", words.ranges(seeds)))
     found.append(("Date", words.date(header)))

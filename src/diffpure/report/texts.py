@@ -24,17 +24,17 @@ def markdown(runs: Sequence[ReportedRun]) -> str:
 
 def _section(run: ReportedRun) -> str:
     rules = run.result.rules
-    lines = [f"## {_marked(run.name)}", "", _marked(tables.conclusion(run)), ""]
+    lines = [f"## {marked(run.name)}", "", marked(tables.conclusion(run)), ""]
     if run.result.warnings:
-        lines += ["**Warnings**", "", *(f"- {_marked(text)}" for text in run.result.warnings), ""]
-    lines += [*(f"- {term}: {_marked(said)}" for term, said in tables.facts(run)), ""]
+        lines += ["**Warnings**", "", *(f"- {marked(text)}" for text in run.result.warnings), ""]
+    lines += [*(f"- {term}: {marked(said)}" for term, said in tables.facts(run)), ""]
     lines += ["| attack | name | " + " | ".join(map(str, rules)) + " |", "|---" * (len(rules) + 2) + "|"]
     for line in tables.rates(run):
-        lines.append(f"| {' | '.join([_marked(line.title), _marked(line.name), *line.cells])} |")
+        lines.append(f"| {' | '.join([marked(line.title), marked(line.name), *line.cells])} |")
     return "\n".join(lines)
 
 
-def _marked(text: str) -> str:
+def marked(text: str) -> str:
     """A text in Markdown that is read as it is, on one line."""
     text = " ".join(words.printable(text).replace("`", "'").split())
     return re.sub(r"([\\*<>|]|\[(?![\d.]+, [\d.]+\])|\](?=\())", r"\\\1", text)
@@ -60,11 +60,11 @@ def _flat(runs: Sequence[ReportedRun]) -> Iterator[dict[str, Any]]:
             for rule in run.result.rules:
                 rate = run.result.rate(what, rule)
                 counted = (rate.total, words.ranges(run.result.indices), rate.value, *rate.interval)
-                values = (*(_cell(text) for text in (*about, *called, str(rule))), *counted)
+                values = (*(cell(text) for text in (*about, *called, str(rule))), *counted)
                 yield dict(zip(COLUMNS, values, strict=True))
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     """A text that no spreadsheet takes for a formula."""
     text = words.printable(text)
     return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text

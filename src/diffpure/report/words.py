@@ -97,6 +97,24 @@ def date(header: Header) -> str:
         return str(said)
 
 
+def name(header: Header, otherwise: str) -> str:
+    """The given name of a run, or what it is called otherwise, on one line."""
+    return printable(str(header.get("name") or otherwise)).replace("\n", " ")
+
+
+def class_name(header: Header, k: int) -> str:
+    """What a class is called."""
+    names = header["classes"]
+    return str(names[k]) if 0 <= k < len(names) else f"class {k}"
+
+
+def images(header: Header) -> str:
+    """How many images, and which."""
+    where = source(header)
+    chosen = f"dataset indices {ranges(header['indices'])}" + (f" of {where}" if where else "")
+    return f"{len(header['indices']):,} ({chosen})"
+
+
 def defended(header: Header) -> bool:
     """Whether the model is a classifier behind a purifier."""
     return header["model"].get("purifier") is not None

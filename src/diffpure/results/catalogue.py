@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,20 +12,19 @@ from typing import Any, Final, final
 
 from diffpure.disk import hold, one_sentence
 from diffpure.errors import InputError
+from diffpure.results.certificates import Certification
 from diffpure.results.result import NOT_MEASURED, Result
-from diffpure.results.rows import ROWS, SUMMARY
+from diffpure.results.rows import ROWS, SUMMARY, holds_certificates
 
 # Everything that a run's folder may hold; what ends in .part is the leftover of a kill.
 FILES: Final = (ROWS, SUMMARY, "adversarial", "state.safetensors", "pictures.safetensors")
 
 
-@final
-@dataclass(frozen=True)
-class RunInfo:
+class RunInfo(ABC):
     """One run: how many of its rows it has, and its headline once it has all of them."""
 
     folder: Path
-    result: Result
+    result: Result | Certification
 
     @property
     def name(self) -> str:
@@ -32,23 +32,24 @@ class RunInfo:
         return str(self.result.header.get("name") or self.result.header["model"].get("title", ""))
 
     @property
+    @abstractmethod
     def total(self) -> int:
         """How many rows it has when it is finished."""
-        result = self.result
-        return len(result.seeds) * len(result.indices) * (1 + len(result.attacks))
+
+    @property
+    @abstractmethod
+    def about(self) -> str:
+        """What was done to how many images, in a few words."""
+
+    @property
+    @abstractmethod
+    def headline(self) -> str:
+        """What a finished run found, in one line."""
 
     @property
     def state(self) -> str:
         """Finished, or how far it has come."""
         return "finished" if self.result.complete else f"unfinished, {len(self.result.rows)} of {self.total} rows"
-
-    @property
-    def headline(self) -> str:
-        """Clean and robust accuracy under the first rule, of a finished run."""
-        if not self.result.complete:
-            return ""
-        robust = str(self.result.robust()) if self.result.attacks else NOT_MEASURED.partition(":")[0]
-        return f"clean {self.result.clean()}, robust {robust}"
 
     def as_dict(self) -> dict[str, Any]:
         """The run as plain data."""
@@ -59,13 +60,76 @@ class RunInfo:
             "finished": result.complete,
             "rows": len(result.rows),
             "total": self.total,
-            "images": len(result.indices),
-            "threat": header["threat"],
+            "images": len(header["indices"]),
+            "date": header.get("date"),
+        }
+
+
+@final
+@dataclass(frozen=True)
+class EvaluationInfo(RunInfo):
+    """A run of an evaluation: clean and robust accuracy under the first rule."""
+
+    folder: Path
+    result: Result
+
+    @property
+    def total(self) -> int:
+        result = self.result
+        return len(result.seeds) * len(result.indices) * (1 + len(result.attacks))
+
+    @property
+    def about(self) -> str:
+        attacks = ", ".join(self.result.attacks) or "no attack"
+        return f"{self.result.header['threat']}, {attacks}, {len(self.result.indices)} images"
+
+    @property
+    def headline(self) -> str:
+        if not self.result.complete:
+            return ""
+        robust = str(self.result.robust()) if self.result.attacks else NOT_MEASURED.partition(":")[0]
+        return f"clean {self.result.clean()}, robust {robust}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The run as plain data."""
+        result = self.result
+        return {
+            **super().as_dict(),
+            "threat": result.header["threat"],
             "attacks": {name: result.title(name) for name in result.attacks},
             "clean": result.clean().value if result.complete else None,
             "robust": result.robust().value if result.complete and result.attacks else None,
-            "date": header.get("date"),
         }
+
+
+@final
+@dataclass(frozen=True)
+class CertificateInfo(RunInfo):
+    """A run of certificates: certified accuracy at the first radii."""
+
+    folder: Path
+    result: Certification
+
+    @property
+    def total(self) -> int:
+        return len(self.result.header["indices"])
+
+    @property
+    def about(self) -> str:
+        header = self.result.header
+        return f"certificates, σ = {self.result.sigma:g}, {header['n']:,} draws, {self.total} images"
+
+    @property
+    def headline(self) -> str:
+        if not self.result.complete:
+            return ""
+        rates = (f"{self.result.certified(radius)} at {radius:g}" for radius in self.result.radii[:3])
+        return f"certified at ℓ2 radii: {', '.join(rates)}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The run as plain data."""
+        rates = self.result.summary()["certified"] if self.result.complete else None
+        return {**super().as_dict(), "sigma": self.result.sigma, "certified": rates}
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
@@ -79,9 +143,16 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
 
 def describe(folder: Path) -> RunInfo:
     """What is to say of the run in a folder."""
+    if folder.is_dir() and holds_certificates(folder):
+        return CertificateInfo(folder, Certification.load(folder))
+    return describe_evaluation(folder)
+
+
+def describe_evaluation(folder: Path) -> EvaluationInfo:
+    """What is to say of the evaluation in a folder."""
     if not folder.is_dir():
         raise InputError(f"A run is a folder with {ROWS}, got {str(folder)!r}.")
-    return RunInfo(folder, Result.load(folder))
+    return EvaluationInfo(folder, Result.load(folder))
 
 
 def remove_run(folder: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Final, final
 from diffpure.disk import one_sentence, write_whole
 from diffpure.errors import InputError, unknown
 from diffpure.results.rows import CLEAN, MINIMUM, SUMMARY, WORST, Rate, Row, Rule, ordered, read_rows
+from diffpure.results.text import aligned, as_html
 
 SPENT: Final = ("gradients", "queries", "network", "network_gradient", "classifier", "classifier_gradient", "seconds")
 TITLES: Final = {CLEAN: "no attack", WORST: "worst case per image", MINIMUM: "minimum of attacks"}
@@ -182,18 +183,11 @@ class Result:
     def __str__(self) -> str:
         if not self.complete:
             return f"An unfinished evaluation with {len(self.rows)} rows."
-        table = self.table()
-        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-        lines = ["  ".join(f"{cell:<{w}}" for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
-        return "\n".join([self.heading, "", *lines, "", *self._footing()])
+        return "\n".join([self.heading, "", *aligned(self.table()), "", *self._footing()])
 
     def _repr_html_(self) -> str:
         """The table for a notebook."""
-        if not self.complete:
-            return html.escape(str(self))
-        body = "".join(f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in line)}</tr>" for line in self.table())
-        foot = "<br>".join(map(html.escape, self._footing()))
-        return f"<p>{html.escape(self.heading)}</p><table>{body}</table><p>{foot}</p>"
+        return as_html(self.heading, self.table(), self._footing()) if self.complete else html.escape(str(self))
 
     def report(self, out: str | Path, kind: str | None = None) -> None:
         """Write the page about this evaluation: html, md, csv, json, png or pdf, by the file's ending unless named.

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 from diffpure.disk import one_sentence
 from diffpure.errors import InputError, unknown
@@ -39,6 +39,8 @@ _HEADER: Final = {
     "model": "table", "attacks": "table", "indices": "numbers", "seeds": "numbers", "batch": "count",
     "per_call": "count", "threads": "count", "threat": "text", "data": "text",
 }  # fmt: skip
+CERTIFICATES: Final = "certificates"  # what the header of a run calls itself that has certificates in place of attacks
+Anything = TypeVar("Anything")
 _MOST: Final = {"threads": 1024}  # more would take a machine down before they compute anything
 
 
@@ -113,42 +115,54 @@ class Row:
 
     def line(self) -> str:
         """The row as one line of JSON with a checksum of everything but the time."""
-        data = {k: v for k, v in asdict(self).items() if k != "seconds"}
-        return json.dumps({**data, "seconds": self.seconds, "sum": _checksum(data)}, allow_nan=False)
+        return sealed(asdict(self))
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Row:
         """The row that a line of JSON held, if its checksum is right."""
-        known = {f.name for f in fields(cls)}
-        if (missing := known - data.keys()) or (extra := data.keys() - known - {"sum"}):
-            raise InputError(f"This is no row of an evaluation: its keys differ in {', '.join(missing or extra)}.")
-        values = {k: v for k, v in data.items() if k != "sum"}
-        if wrong := [name for name, kind in _KINDS.items() if not kind(values[name])]:
-            raise InputError(f"This is no row of an evaluation: its {wrong[0]} is {_cut(values[wrong[0]])}.")
-        if data.get("sum") != _checksum({k: v for k, v in values.items() if k != "seconds"}):
-            where = f"image {data['image']}, attack {data['attack']}, seed {data['seed']}"
-            raise InputError(f"The row of {where} was edited: its checksum is not that of its content.")
+        values = unsealed(data, _KINDS, "an evaluation")
         averages = {int(n): k for n, k in values["averages"].items()}
         return cls(**{**values, "predictions": tuple(values["predictions"]), "averages": averages})
 
 
-def _whole(value: Any) -> bool:
+def whole(value: Any) -> bool:
+    """Whether a file holds a whole number there."""
     return type(value) is int and abs(value) < 1 << 64
 
 
-def _number(value: Any) -> bool:
+def finite(value: Any) -> bool:
+    """Whether a file holds a finite number there."""
     return type(value) in (int, float) and abs(value) < math.inf
+
+
+def sealed(data: Mapping[str, Any]) -> str:
+    """A row as one line of JSON with a checksum of everything but its time."""
+    rest = {k: v for k, v in data.items() if k != "seconds"}
+    return json.dumps({**rest, "seconds": data["seconds"], "sum": _checksum(rest)}, allow_nan=False)
+
+
+def unsealed(data: Mapping[str, Any], kinds: Mapping[str, Callable[[Any], bool]], what: str) -> dict[str, Any]:
+    """The values that a line of JSON held, if each is of its kind and the checksum is right."""
+    if (missing := kinds.keys() - data.keys()) or (extra := data.keys() - kinds.keys() - {"sum"}):
+        raise InputError(f"This is no row of {what}: its keys differ in {', '.join(missing or extra)}.")
+    values = {k: v for k, v in data.items() if k != "sum"}
+    if wrong := [name for name, kind in kinds.items() if not kind(values[name])]:
+        raise InputError(f"This is no row of {what}: its {wrong[0]} is {_cut(values[wrong[0]])}.")
+    if data.get("sum") != _checksum({k: v for k, v in values.items() if k != "seconds"}):
+        where = ", ".join(f"{key} {data[key]}" for key in ("image", "attack", "seed") if key in data)
+        raise InputError(f"The row of {where} was edited: its checksum is not that of its content.")
+    return values
 
 
 # What the fields of a row are, where a file holds them.
 _KINDS: Final[dict[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys((f.name for f in fields(Row) if f.type == "int"), _whole),
-    **dict.fromkeys((f.name for f in fields(Row) if f.type == "float"), _number),
+    **dict.fromkeys((f.name for f in fields(Row) if f.type == "int"), whole),
+    **dict.fromkeys((f.name for f in fields(Row) if f.type == "float"), finite),
     **dict.fromkeys((f.name for f in fields(Row) if f.type == "bool"), lambda value: type(value) is bool),
     "attack": lambda value: isinstance(value, str),
-    "predictions": lambda value: isinstance(value, list) and value != [] and all(map(_whole, value)),
+    "predictions": lambda value: isinstance(value, list) and value != [] and all(map(whole, value)),
     "averages": lambda value: (
-        isinstance(value, dict) and all(re.fullmatch(r"\d{1,9}", n) and _whole(k) for n, k in value.items())
+        isinstance(value, dict) and all(re.fullmatch(r"\d{1,9}", n) and whole(k) for n, k in value.items())
     ),
 }
 
@@ -240,19 +254,25 @@ def _order(items: Sequence[Any]) -> dict[Any, int]:
 
 def read_rows(path: str | Path, on_bad: Callable[[str], None] | None = None) -> tuple[dict[str, Any], list[Row]]:
     """The header and rows in a run's folder or file; a row not as it was written raises, or is told to `on_bad`."""
+    return read_lines(path, _checked, Row.of, on_bad)
+
+
+def read_lines(
+    path: str | Path,
+    checked: Callable[[Any, Path], dict[str, Any]],
+    row: Callable[[Mapping[str, Any]], Anything],
+    on_bad: Callable[[str], None] | None = None,
+) -> tuple[dict[str, Any], list[Anything]]:
+    """The header in a run's folder or file, checked, and its rows, each made from its line."""
     path = Path(path) / ROWS if Path(path).is_dir() else Path(path)
     if not path.is_file():
         raise InputError(f"There is no run of an evaluation at {path}.")
     with one_sentence(path), path.open("rb") as file:
-        try:
-            header = _parsed(file.readline(), path)["header"]
-        except (InputError, KeyError) as error:
-            raise InputError(f"{path} does not begin with the header of an evaluation.") from error
-        header = _checked(header, path)
+        header = checked(_header(file.readline(), path), path)
         rows = []
         for line in file:
             try:
-                rows.append(Row.of(_parsed(line, path)))
+                rows.append(row(_parsed(line, path)))
             except InputError as error:
                 if on_bad is None:
                     raise
@@ -260,28 +280,62 @@ def read_rows(path: str | Path, on_bad: Callable[[str], None] | None = None) -> 
     return header, rows
 
 
+def _header(line: bytes, path: Path) -> Any:
+    try:
+        return _parsed(line, path)["header"]
+    except (InputError, KeyError) as error:
+        raise InputError(f"{path} does not begin with the header of an evaluation.") from error
+
+
+def holds_certificates(path: str | Path) -> bool:
+    """Whether the run in a folder or file says that it has certificates in place of attacks."""
+    path = Path(path) / ROWS if Path(path).is_dir() else Path(path)
+    if not path.is_file():
+        return False
+    with one_sentence(path), path.open("rb") as file:
+        try:
+            header = _header(file.readline(), path)
+        except InputError:
+            return False
+    return isinstance(header, dict) and header.get("kind") == CERTIFICATES
+
+
 def _checked(header: Any, path: Path) -> dict[str, Any]:
     """The header, if it is one of this format."""
+    if isinstance(header, dict) and header.get("kind") == CERTIFICATES:
+        raise InputError(f"{path} holds certificates (`diffpure certify`), not an evaluation under attacks.")
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise InputError(f"{path} is no run of format {FORMAT}, which this version of diffpure writes.")
-    for key, kind in _HEADER.items():
-        value = header.get(key)
-        whole = isinstance(value, list) and all(type(v) is int for v in value) and len(set(value)) == len(value) > 0
-        count = type(value) is int and 0 < value <= _MOST.get(key, math.inf)
-        fits = {"numbers": whole, "count": count, "table": isinstance(value, dict)}
-        if not fits.get(kind, isinstance(value, str)):
-            raise InputError(f"The header of {path} is damaged: its {key!r} is {_cut(value)}.")
-    for name, about in {"the model": header["model"], **header["attacks"]}.items():
-        if not isinstance(about, dict) or not {"title", "gradient", "approximate"} <= about.keys():
-            raise InputError(f"The header of {path} is damaged: it says {_cut(about)} of {name}.")
-    for key, table in (("parts", header["model"].get("parts")), ("machine", header.get("machine", {}))):
-        if not isinstance(table, dict):
-            raise InputError(f"The header of {path} is damaged: its {key!r} is {_cut(table)}.")
+    check_header(header, _HEADER, path)
+    check_titles({"the model": header["model"], **header["attacks"]}, path)
     if not isinstance(header.get("rules"), list) or not header["rules"]:
         raise InputError(f"The header of {path} is damaged: its 'rules' are {_cut(header.get('rules'))}.")
     for rule in header["rules"]:
         Rule.parse(rule)
     return header
+
+
+def check_header(header: Mapping[str, Any], kinds: Mapping[str, str], path: Path) -> None:
+    """Refuse a header whose values are not of their kinds."""
+    for key, kind in kinds.items():
+        value = header.get(key)
+        numbers = isinstance(value, list) and all(type(v) is int for v in value) and len(set(value)) == len(value) > 0
+        count = type(value) is int and 0 < value <= _MOST.get(key, math.inf)
+        fits = {"numbers": numbers, "count": count, "table": isinstance(value, dict), "whole": whole(value)}
+        fits["positive"] = finite(value) and value > 0  # type: ignore[operator]
+        if not fits.get(kind, isinstance(value, str)):
+            raise InputError(f"The header of {path} is damaged: its {key!r} is {_cut(value)}.")
+    parts = header["model"].get("parts")
+    for key, table in (("parts", parts), ("machine", header.get("machine", {}))):
+        if not isinstance(table, dict):
+            raise InputError(f"The header of {path} is damaged: its {key!r} is {_cut(table)}.")
+
+
+def check_titles(described: Mapping[str, Any], path: Path) -> None:
+    """Refuse a header that does not say of a model or an attack what it is."""
+    for name, about in described.items():
+        if not isinstance(about, dict) or not {"title", "gradient", "approximate"} <= about.keys():
+            raise InputError(f"The header of {path} is damaged: it says {_cut(about)} of {name}.")
 
 
 def _cut(value: Any) -> str:
