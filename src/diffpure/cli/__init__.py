@@ -19,6 +19,7 @@ from diffpure.cli import (
     machine,
     models,
     paper,
+    play,
     reporting,
     runs,
     spec,
@@ -31,7 +32,7 @@ from diffpure.errors import InputError
 
 __all__ = ["app", "main"]
 COMMANDS: Final = (
-    *(demo, evaluation, advising, comparing, runs, spec, start, tables, paper, reporting),
+    *(demo, play, evaluation, advising, comparing, runs, spec, start, tables, paper, reporting),
     *(images, machine, models, training),
 )  # each registers its commands when it is imported
 
