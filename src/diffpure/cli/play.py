@@ -27,7 +27,7 @@ def play(
     """Attack and purify one image at a time in a browser: pictures, probabilities, the way back."""
     use_threads(threads)
     try:
-        from diffpure.play.page import launch
+        from diffpure.play.page import start
     except ModuleNotFoundError as error:
         if error.name != "gradio":
             raise
@@ -35,6 +35,6 @@ def play(
     from diffpure.play.session import Bench
 
     given, base = (None, None) if spec is None else read_spec(spec)
-    bench = Bench(given, make_loader(device, allow_code, base))
-    say(f"Playground: http://{host}:{port} (Ctrl-C ends it)")
-    launch(bench, host, port)
+    page, address = start(Bench(given, make_loader(device, allow_code, base)), host, port)
+    say(f"Playground: {address} (Ctrl-C ends it)")
+    page.block_thread()

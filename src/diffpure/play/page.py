@@ -222,12 +222,13 @@ def _halt(stop: Stop) -> None:
     stop.asked = True
 
 
-def launch(bench: Bench, host: str, port: int, *, block: bool = True) -> str:
-    """Serve the page until Ctrl-C, or in the background; returns its address."""
+def start(bench: Bench, host: str, port: int) -> tuple[gr.Blocks, str]:
+    """Serve the page in the background; returns it and its address."""
     style = resources.files("diffpure.play").joinpath("templates", "page.css").read_text("utf-8")
-    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
+    fonts: dict[str, Any] = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
+    page = build(bench)
     try:
-        _, address, _ = build(bench).launch(
+        _, address, _ = page.launch(
             server_name=host,
             server_port=port,
             share=False,
@@ -238,8 +239,8 @@ def launch(bench: Bench, host: str, port: int, *, block: bool = True) -> str:
             run_history=False,
             ssr_mode=False,
             quiet=True,
-            prevent_thread_lock=not block,
+            prevent_thread_lock=True,
         )
     except OSError as error:
-        raise InputError(f"The port {port} of {host} cannot be used; give another one with --port.") from error
-    return str(address)
+        raise InputError(f"The port {port} of {host} cannot be used; choose another one.") from error
+    return page, str(address)
