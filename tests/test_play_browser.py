@@ -1,4 +1,4 @@
-"""The playground in a real browser, where there is one: choose, attack, stop, slide and upload; on a phone and a desk."""
+"""The playground in a real browser, where there is one: choose, attack, stop, slide, upload; on a phone and a desk."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def _answers(view: View) -> list[tuple[str, list[tuple[str, bool]]]]:
 def _answer(p: Tensor, view: View) -> tuple[str, bool]:
     """The class of the mean probabilities; of several draws also how many were right."""
     first, right = int(p.mean(0).argmax()), int((p.argmax(1) == view.label).sum())
-    sure = f"{view.names[first]} {100 * float(p.mean(0)[first]):.0f} %"
+    sure = f"{view.names[first]} {100 * float(p.mean(0)[first]):.0f}\N{NO-BREAK SPACE}%"
     return (sure if len(p) == 1 else f"{sure}; {right} of {len(p)} draws correct"), first == view.label
 
 
