@@ -137,6 +137,7 @@ def test_bad_files_are_one_sentence_and_the_page_goes_on(visit, tmp_path):
 def test_the_page_fits_and_is_legible(visit):
     open_, problems = visit
     page = open_()
+    says(page, "Not attacked yet.")  # whatever other visitors did
     page.wait_for_function("[...document.images].every(i => i.complete && i.naturalWidth > 0)")
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)

@@ -33,6 +33,7 @@ from diffpure.named import check_fields
 from diffpure.purifiers.diffusion import Purifier
 from diffpure.purify import Defense, PurifierBase
 from diffpure.threats import ThreatModel, threat_of
+from diffpure.validate import as_labels
 
 CLASSIFIERS: Final = ("cifar10-resnet", "cifar10-resnet-at", "cifar10-vit-tiny")
 SCORES: Final = ("cifar10-small", "photos-small")
@@ -226,7 +227,7 @@ class Bench:
 
     def _samples(self) -> tuple[Picture, ...]:
         """The images to choose from: the first of each class, then the second, and so on."""
-        labels = self.data.labels.tolist()
+        labels = as_labels(self.data.labels, len(self.data.labels), len(self.names)).tolist()
         order = sorted(range(len(labels)), key=lambda i: (labels[:i].count(labels[i]), labels[i]))
         return tuple(
             Picture(
