@@ -24,7 +24,7 @@ def play(
     allow_code: AllowCode = False,
     threads: Threads = None,
 ) -> None:
-    """Attack and purify one image at a time in a browser: pictures, probabilities, the way back."""
+    """Attack and purify one image at a time, with its probabilities, in a browser."""
     use_threads(threads)
     try:
         from diffpure.play.page import start

@@ -30,11 +30,12 @@ def as_spec(bench: Bench, choices: Choices, scene: Scene) -> str:
     }
     plain.pop("threat", None)
     attacks = plain.pop("attacks")
-    own = "Your own file has no label, so these are images of the source instead."
-    notes = {"data": own if scene.picture.index is None else 'One image proves nothing; images = "0-499" are more.'}
+    own = "# Your own file has no label, so these are images of the source instead."
+    alone = '# One image proves nothing; images = "0-499" are more.'
     lines = ["# Save this as mine.toml, then: diffpure evaluate mine.toml", *_pairs(plain)]
     for name, table in tables.items():
-        lines += ["", f"[{name}]", *(f"# {note}" for key, note in notes.items() if key == name), *_pairs(table)]
+        note = [own if scene.picture.index is None else alone] if name == "data" else []
+        lines += ["", f"[{name}]", *note, *_pairs(table)]
     for table in attacks:
         lines += ["", "[[attacks]]", *_pairs(table)]
     return "\n".join([*lines, ""])
