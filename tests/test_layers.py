@@ -39,6 +39,7 @@ LAYERS = (
     "training",
     "experiments",
     "report",
+    "play",
     "cli",
 )
 FORBIDDEN = {"attacks": {"purify", "purifiers", "scores"}, "report": {"torch"}}

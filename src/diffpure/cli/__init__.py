@@ -20,6 +20,7 @@ from diffpure.cli import (
     machine,
     models,
     paper,
+    play,
     reporting,
     runs,
     spec,
@@ -32,7 +33,7 @@ from diffpure.errors import InputError
 
 __all__ = ["app", "main"]
 COMMANDS: Final = (
-    *(demo, evaluation, certifying, advising, comparing, runs, spec, start, tables, paper, reporting),
+    *(demo, play, evaluation, certifying, advising, comparing, runs, spec, start, tables, paper, reporting),
     *(images, machine, models, training),
 )  # each registers its commands when it is imported
 

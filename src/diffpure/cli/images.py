@@ -128,9 +128,7 @@ def _drawer(purifier: Purifier, kind: str, device: str) -> Callable[[Path, Any, 
     from diffpure.report.strips import save_gif, save_strip
 
     def draw(file: Path, pixels: Any, seeds: Any) -> None:
-        # Langevin dynamics walk from time 0 to 1, all others from t* to 0.
-        t_star = getattr(purifier.sampler, "t_star", None)
-        times = [k / 5 for k in range(6)] if t_star is None else [t_star * k / 5 for k in range(5, -1, -1)]
+        times = purifier.moments(6)
         given = pixels.expand(-1, purifier.channels or 3, -1, -1)
         back = purifier.trajectory(given.to(device), times, seeds)[:, 0].cpu()
         states = [x.expand(3, -1, -1).numpy() for x in (given[0], *back)]

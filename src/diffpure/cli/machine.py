@@ -18,6 +18,7 @@ from diffpure.cli.output import print_json
 
 EXTRAS = {
     "diffusers": "score models in diffusers folders or on the hub (pip install 'diffpure[hf]')",
+    "gradio": "the playground (pip install 'diffpure[play]')",
     "torchvision": "torchvision classifiers by name",
     "timm": "timm classifiers by name",
     "robustbench": "RobustBench classifiers by name",

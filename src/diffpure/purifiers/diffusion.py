@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal, final
+from typing import Literal, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +119,20 @@ class Purifier(PurifierBase):
         grid = [float(path.time(i).mean()) for i in range(len(states))]
         nearest = [min(range(len(grid)), key=lambda i: abs(grid[i] - t)) for t in times]
         return torch.stack([self.finish(states[i], images) for i in nearest])
+
+    def moments(self, count: int) -> list[float]:
+        """So many times, evenly from the start of the way back to its end, for `trajectory`."""
+        t_star = getattr(
+            self.sampler, "t_star", None
+        )  # Langevin dynamics walk from time 0 to 1, all others from t* to 0
+        shares = [k / (count - 1) for k in range(count)]
+        return shares if t_star is None else [t_star * (1 - share) for share in shares]
+
+    def with_sampler(self, sampler: AnySampler) -> Self:
+        """The same purifier (sharing its weights) with another sampler."""
+        other = self.with_gradient(self.gradient)
+        other.sampler = sampler_of(sampler)
+        return other
 
     def deviation(self, images: Tensor, seeds: Seeds = None, *, states: int = 4) -> tuple[Tensor, Tensor]:
         """The purified images, and how far the reverse path is from the forward one, per image: (B, C, H, W), (B,).

@@ -81,8 +81,12 @@ def perturbation(gallery: Gallery) -> tuple[int, NDArray[np.uint8]] | None:
     """The largest whole factor that cuts nothing off, and what the attack added to each image times it, around grey."""
     if not {CLEAN, ATTACKED} <= set(gallery.stages):
         return None
-    clean, attacked = (gallery.pictures[gallery.stages.index(stage)].astype(np.int16) for stage in (CLEAN, ATTACKED))
-    added = attacked - clean
+    return amplified(*(gallery.pictures[gallery.stages.index(stage)] for stage in (CLEAN, ATTACKED)))
+
+
+def amplified(clean: NDArray[np.uint8], attacked: NDArray[np.uint8]) -> tuple[int, NDArray[np.uint8]]:
+    """The largest whole factor that cuts nothing off, and the difference of 8-bit pictures times it, around grey."""
+    added = attacked.astype(np.int16) - clean
     factor = max(1, (_GREY - 1) // max(1, int(np.abs(added).max(initial=0))))
     return factor, np.clip(_GREY + factor * added, 0, 255).astype(np.uint8)
 
@@ -99,16 +103,17 @@ def _frames(gallery: Gallery, image: int, added: tuple[int, NDArray[np.uint8]] |
 
 
 def _frame(stage: str, said: str, correct: bool, picture: NDArray[Any]) -> Frame:
-    return Frame(stage, said, correct, data_url(_png(picture)), picture.shape[-1] < _SMALL)
+    return Frame(stage, said, correct, data_url(png(picture)), picture.shape[-1] < _SMALL)
 
 
-def _png(picture: NDArray[Any]) -> bytes:
+def png(picture: NDArray[Any]) -> bytes:
+    """A picture (1 or 3, H, W), 8-bit, as a PNG file."""
     out = io.BytesIO()
     pixels = picture.transpose(1, 2, 0)
     Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels).save(out, "PNG")
     return out.getvalue()
 
 
-def data_url(png: bytes) -> str:
-    """A picture as the source of an img element, inside the page."""
-    return "data:image/png;base64," + base64.b64encode(png).decode()
+def data_url(file: bytes, kind: str = "png") -> str:
+    """A picture file as the source of an img element, inside the page."""
+    return f"data:image/{kind};base64," + base64.b64encode(file).decode()

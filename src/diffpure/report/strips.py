@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import matplotlib
 import numpy as np
@@ -48,13 +48,12 @@ def save_strip(
     plt.close(figure)
 
 
-def save_gif(file: Path, states: Sequence[NDArray[Any]], milliseconds: int = 250) -> None:
+def save_gif(file: Path | BinaryIO, states: Sequence[NDArray[Any]], milliseconds: int = 250) -> None:
     """Write an animation of states, each (C, H, W) in about [0, 1], enlarged to at least 128 pixels."""
     factor = -(-128 // min(states[0].shape[1:]))
     frames = []
     for state in states:
         image = Image.fromarray(eight_bits(state.transpose(1, 2, 0)))
         frames.append(image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST))
-    frames[0].save(
-        file, save_all=True, append_images=[*frames[1:], frames[-1], frames[-1]], duration=milliseconds, loop=0
-    )
+    rest = [*frames[1:], frames[-1], frames[-1]]  # the last stays a while
+    frames[0].save(file, "GIF", save_all=True, append_images=rest, duration=milliseconds, loop=0)

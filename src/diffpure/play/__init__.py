@@ -1,0 +1,1 @@
+"""The playground: one image, an attack and a purification, in a browser."""
