@@ -49,13 +49,15 @@ def purify_files(
     device: str = "cpu",
     settings: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    sizes: Mapping[tuple[int, int], PurifierBase] | None = None,
     on_image: OnImage | None = None,
     progress: Progress = lambda *_: None,
 ) -> Report:
     """Purify everything that `inputs` name into the folder `out`; what is there already is skipped.
 
     settings: what else decides the result, such as the model and t*; the folder records them, and refuses others unless
-    it is to be overwritten.   device: where the purifier is.   on_image is called with the file of an image that was
+    it is to be overwritten.   device: where the purifier is.   sizes: purifiers for images of one (height, width), in
+    place of `purifier`; their settings are the caller's to record.   on_image is called with the file of an image that was
     purified as a whole, its pixels (1, C, H, W) and its seed, for pictures of the way back.
     """
     found = find(inputs, out)
@@ -63,7 +65,7 @@ def purify_files(
     if seed is not None:
         known |= {"seed": seed, "batch": batch}  # without a seed nobody can tell what a batch changes
     ours = record.claim(out, known, overwrite)
-    run = _Run(purifier, out, fit, seed, batch, max_pixels, device, overwrite, ours, on_image, progress, Report())
+    run = _Run(purifier, sizes or {}, out, fit, seed, batch, max_pixels, device, overwrite, ours, on_image, progress, Report())
     run.pictures([each for each in found if each.suffix != ARRAYS])
     for each in found:
         if each.suffix == ARRAYS:
@@ -77,7 +79,8 @@ def purify_files(
 class _Run:
     """One call of `purify_files`."""
 
-    purifier: PurifierBase
+    usual: PurifierBase
+    sizes: Mapping[tuple[int, int], PurifierBase]
     out: Path
     fit: Fit
     seed: int | None
@@ -89,6 +92,11 @@ class _Run:
     on_image: OnImage | None
     progress: Progress
     report: Report
+
+    def purifier(self, images: Tensor) -> PurifierBase:
+        """The purifier of images (..., H, W)."""
+        height, width = images.shape[-2:]
+        return self.sizes.get((height, width), self.usual)
 
     def pictures(self, inputs: Sequence[Input]) -> None:
         """Purify image files and the images of tar archives."""
@@ -121,7 +129,8 @@ class _Run:
         def clean(array: Images, images: Tensor, start: int) -> Tensor:
             seeds = [names.seed_of(f"{name}:{array.name}[{start + k}]", self.seed) for k in range(len(images))]
             tick = partial(self.progress, f"tiles of {name}")
-            pixels = purify_images(self.purifier, images, self.fit, seeds, self.batch, device=self.device, tick=tick)
+            purifier = self.purifier(images)
+            pixels = purify_images(purifier, images, self.fit, seeds, self.batch, device=self.device, tick=tick)
             self._count(images)
             self.progress(f"{name}: {array.name}", start + len(images), array.count)
             return pixels
@@ -172,7 +181,7 @@ class _Run:
         seeds = [names.seed_of(item.name, self.seed) for item, _ in alike]
         pixels = torch.stack([picture.pixels for _, picture in alike])
         try:
-            clean = purify_images(self.purifier, pixels, self.fit, seeds, device=self.device)
+            clean = purify_images(self.purifier(pixels), pixels, self.fit, seeds, device=self.device)
         except InputError as error:
             self.report.failed += [(item.name, str(error)) for item, _ in alike if item.name in missing]
             return
@@ -187,19 +196,22 @@ class _Run:
     def _way(self, picture: Picture) -> str:
         """Whether a picture is purified with others of its size, or alone: in tiles, or because it is large."""
         height, width = picture.pixels.shape[-2:]
-        how = way(height, width, self.purifier.size, self.fit)
-        if how == "tiles":
+        size = self.purifier(picture.pixels).size
+        if way(height, width, size, self.fit) == "tiles":
             return "tiles"
-        return "large images" if how == "resize" and height * width > LARGE else "whole"
+        return "large images" if height * width > LARGE and (height, width) != (size, size) else "whole"
 
     def _alone(self, item: Item, picture: Picture, how: str) -> Tensor:
-        """The purified 8-bit pixels of one picture, which is never in memory as floats."""
-        clean, done = torch.empty(picture.pixels.shape, dtype=torch.uint8), 0
+        """The purified 8-bit pixels of one picture."""
+        purifier, pixels = self.purifier(picture.pixels), picture.pixels
+        clean, done = torch.empty(pixels.shape, dtype=torch.uint8), 0
         seed, tick = names.seed_of(item.name, self.seed), partial(self.progress, f"tiles of {item.name}")
         if how == "tiles":
-            bands = purify_tiles(self.purifier, picture.pixels, seed, self.batch, device=self.device, tick=tick)
+            bands = purify_tiles(purifier, pixels, seed, self.batch, device=self.device, tick=tick)
+        elif purifier.size is None:
+            bands = iter(purify_images(purifier, pixels[None], self.fit, [seed], device=self.device, tick=tick))
         else:
-            bands = purify_large(self.purifier, picture.pixels, seed, device=self.device)
+            bands = purify_large(purifier, pixels, seed, device=self.device)
         for rows in bands:
             clean[:, done : done + rows.shape[1]] = eight_bits(rows)
             done += rows.shape[1]
@@ -218,7 +230,7 @@ class _Run:
     def _count(self, images: Tensor) -> None:
         """Count how images (B, C, H, W) were purified."""
         height, width = images.shape[-2:]
-        size = self.purifier.size
+        size = self.purifier(images).size
         how = way(height, width, size, self.fit)
         self.report.ways[how] += len(images)
         if how == "tiles" and size is not None:
