@@ -2,9 +2,9 @@
 
 python benchmarks/paper_runs.py [--out results/paper] [--minutes 60] [--threads 2] [TABLE ...]
 
-Every row is a run of its own: it is finished, or goes on where it was stopped when the script is called again; one whose
-images or models are not there is named and left out. With --minutes no new row is begun after that time. After each
-table the page results/paper/README.md is written anew, so that something finished is there at every stop.
+Every row is a run of its own: it is finished, or goes on where it was stopped when the script is called again; one
+whose images or models are not there is named and left out. With --minutes no new row is begun after that time. After
+each table the page results/paper/README.md is written anew, so that something finished is there at every stop.
 """
 
 from __future__ import annotations

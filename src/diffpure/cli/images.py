@@ -67,8 +67,8 @@ def purify(
     models = [SMALL, PHOTOS] if model is None else [model]
     ways = {name: make_sampler(sampler, t_star, steps, T_STAR.get(name)) for name in models}
     purifiers = {name: Purifier(load_score(name, like=like), way).to(where) for name, way in ways.items()}
-    *special, usual = purifiers.values()
-    sizes = {(32, 32): purifier for purifier in special}
+    usual = purifiers[models[-1]]
+    sizes = {(32, 32): purifiers[SMALL]} if model is None else {}
     with Bars(quiet) as bars:
         report = purify_files(
             usual,
@@ -108,7 +108,7 @@ def _settings(like: str | None, name: str, ways: Mapping[str, Sampler]) -> dict[
     values: list[dict[str, Any]] = [asdict(way) for way in ways.values()]  # type: ignore[call-overload]
     same = {key: value for key, value in values[0].items() if all(each[key] == value for each in values)}
     differing = {key: dict(zip(ways, (each[key] for each in values), strict=True)) for key in values[0].keys() - same}
-    model = next(iter(ways)) if len(ways) == 1 else f"{SMALL} at 32×32, {PHOTOS} at other sizes"
+    model = next(iter(ways)) if len(ways) == 1 else f"{SMALL} at 32x32, {PHOTOS} at other sizes"
     weights = {"weights": sha256(Path(model))} if Path(model).is_file() else {}
     return {"model": model, "like": like, **weights, "sampler": name, **same, **differing}
 

@@ -50,9 +50,10 @@ class ScoreModel(Protocol):
 
 @runtime_checkable
 class ConvolutionalScore(ScoreModel, Protocol):
-    """A score that nothing spans: it may be computed in tiles (`scores.tiled`). Both attributes are optional in a score.
+    """A score that sees no further than its receptive field, and so may be computed in tiles (`scores.tiled`).
 
-    A wrapper does not inherit them, since it may see further than what it wraps; it is then called on whole images.
+    Both attributes are optional in a score. A wrapper does not inherit them, since it may see further than what it
+    wraps; it is then called on whole images.
     """
 
     @property

@@ -57,15 +57,17 @@ def purify_files(
 
     settings: what else decides the result, such as the model and t*; the folder records them, and refuses others unless
     it is to be overwritten.   device: where the purifier is.   sizes: purifiers for images of one (height, width), in
-    place of `purifier`; their settings are the caller's to record.   on_image is called with the file of an image that was
-    purified as a whole, its pixels (1, C, H, W) and its seed, for pictures of the way back.
+    place of `purifier`; their settings are the caller's to record.   on_image is called with the file of an image that
+    was purified as a whole, its pixels (1, C, H, W) and its seed, for pictures of the way back.
     """
     found = find(inputs, out)
     known = dict(settings or {}, fit=fit)
     if seed is not None:
         known |= {"seed": seed, "batch": batch}  # without a seed nobody can tell what a batch changes
     ours = record.claim(out, known, overwrite)
-    run = _Run(purifier, sizes or {}, out, fit, seed, batch, max_pixels, device, overwrite, ours, on_image, progress, Report())
+    run = _Run(
+        purifier, sizes or {}, out, fit, seed, batch, max_pixels, device, overwrite, ours, on_image, progress, Report()
+    )
     run.pictures([each for each in found if each.suffix != ARRAYS])
     for each in found:
         if each.suffix == ARRAYS:

@@ -33,9 +33,7 @@ class TiledScore(ScoreWrapper):
     side: of the largest window that the network sees.   tick: called after every tile, to show progress.
     """
 
-    def __init__(
-        self, inner: ConvolutionalScore, side: int = SIDE, tick: Callable[[], object] = lambda: None
-    ) -> None:
+    def __init__(self, inner: ConvolutionalScore, side: int = SIDE, tick: Callable[[], object] = lambda: None) -> None:
         if not isinstance(inner, ConvolutionalScore):
             raise InputError(
                 f"Only a convolutional score is exact in tiles, one with a receptive_field and a stride; "
