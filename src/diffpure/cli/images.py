@@ -107,7 +107,8 @@ def _settings(like: str | None, name: str, ways: Mapping[str, Sampler]) -> dict[
 
     values: list[dict[str, Any]] = [asdict(way) for way in ways.values()]  # type: ignore[call-overload]
     same = {key: value for key, value in values[0].items() if all(each[key] == value for each in values)}
-    differing = {key: dict(zip(ways, (each[key] for each in values), strict=True)) for key in values[0].keys() - same}
+    others = [key for key in values[0] if key not in same]
+    differing = {key: {model: each[key] for model, each in zip(ways, values, strict=True)} for key in others}
     model = next(iter(ways)) if len(ways) == 1 else f"{SMALL} at 32x32, {PHOTOS} at other sizes"
     weights = {"weights": sha256(Path(model))} if Path(model).is_file() else {}
     return {"model": model, "like": like, **weights, "sampler": name, **same, **differing}
