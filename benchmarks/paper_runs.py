@@ -2,9 +2,9 @@
 
 python benchmarks/paper_runs.py [--out results/paper] [--minutes 60] [--threads 2] [TABLE ...]
 
-Every row is a run of its own: it is finished, or goes on where it was stopped when the script is called again. With
---minutes no new row is begun after that time. After each table the page results/paper/README.md is written anew, so
-that something finished is there at every stop.
+Every row is a run of its own: it is finished, or goes on where it was stopped when the script is called again; one
+whose images or models are not there is named and left out. With --minutes no new row is begun after that time. After
+each table the page results/paper/README.md is written anew, so that something finished is there at every stop.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from diffpure.experiments import measure, search
 from diffpure.experiments.load import PLAIN, run_folder, run_spec
+from diffpure.experiments.needs import missing, sentence
 from diffpure.experiments.paper import PREFIX, tables
 from diffpure.experiments.spec import EvaluationSpec
 from diffpure.experiments.table import EVALUATION, Table, finished
@@ -40,6 +41,9 @@ def run_table(table: Table, out: Path, until: float) -> None:
     def run(spec: EvaluationSpec) -> object:
         if (done := finished(spec, out)) is not None:
             return done
+        if lacking := missing(spec):
+            print(sentence(lacking, spec.name), flush=True)
+            return None
         if time.monotonic() > until:
             raise OutOfTime
         began = time.monotonic()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from diffpure.attacks import APGD, EOT, PGD, Attack, Square
@@ -82,6 +83,14 @@ def timeless(rows: tuple[Row, ...] | list[Row]) -> list[Row]:
 
 def spec_of(**changes: object) -> EvaluationSpec:
     return EvaluationSpec.of({"model": {"classifier": "cifar10-resnet"}, **changes})
+
+
+def two_photographs(folder: Path) -> None:
+    """A user's own folder of ImageNet: two images and their classes in a CSV."""
+    folder.mkdir()
+    for i in range(2):
+        Image.new("RGB", (256, 300), (200, 100 * i, 0)).save(folder / f"{i}.png")
+    (folder / "labels.csv").write_text("file,class\n0.png,3\n1.png,7\n")
 
 
 class TinyLoader(Loader):  # type: ignore[misc]  # final for everybody else

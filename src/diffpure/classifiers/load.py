@@ -1,8 +1,8 @@
 """`load_classifier`: a classifier by name, file, package or function, ready to use: images in [0, 1] to logits.
 
-The schemes of names are those of `models.resolve`, with `robustbench:NAME`, `torchvision:NAME` and `timm:NAME`; a file
-holds weights of a model that has a card, or is one of TorchScript or ONNX; anything that can be called is taken as it
-is.
+The schemes of names are those of `models.resolve`, with `robustbench:NAME`, `torchvision:NAME`, `timm:NAME` and
+`efficientnet_lite_pytorch:NAME`; a file holds weights of a model that has a card, or is one of TorchScript or ONNX;
+anything that can be called is taken as it is.
 """
 
 from __future__ import annotations

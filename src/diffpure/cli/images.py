@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
@@ -21,20 +21,25 @@ if TYPE_CHECKING:
 Fit = Literal["auto", "resize", "tiles"]
 Trajectory = Literal["none", "strip", "gif"]
 POSSIBLE = 178_000_000  # where the image library itself refuses
+SMALL, PHOTOS = "cifar10-small", "photos-small"  # without --model: of 32×32 images, and of all others
+T_STAR: Final = {PHOTOS: 0.05}  # where it is not the sampler's own default: see docs/photographs.md
 
 
-@app.command(epilog="Example: diffpure purify photos -o clean --fit tiles --seed 1")
+@app.command(epilog="Example: diffpure purify photos -o clean --seed 1")
 def purify(
     inputs: Annotated[list[str], typer.Argument(help="Images, folders, globs, npz arrays or tar archives.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results, under the same names.")],
-    t_star: Annotated[float | None, typer.Option(help="How far to diffuse, in (0, 1]; default 0.1.")] = None,
+    t_star: Annotated[
+        float | None, typer.Option(help="How far to diffuse, in (0, 1]; default 0.1, of photos-small 0.05.")
+    ] = None,
     sampler: Annotated[
         str, typer.Option(help="few-step (default), sde, ode, ld, ancestral, ddim, one-shot.", show_default=False)
     ] = "few-step",
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the sampler.")] = None,
     model: Annotated[
-        str, typer.Option(help="Score model: a name (cifar10-small), a file, a folder.", show_default=False)
-    ] = "cifar10-small",
+        str | None,
+        typer.Option(help="Score model: a name, a file, a folder; default cifar10-small at 32×32, else photos-small."),
+    ] = None,
     like: Annotated[str | None, typer.Option(help="The checkpoint that a file is read as.")] = None,
     fit: Annotated[
         Fit, typer.Option(help="Other sizes; auto: tiles above twice the size.", show_default=False)
@@ -65,13 +70,17 @@ def purify(
     from diffpure.purifiers.diffusion import Purifier
     from diffpure.scores.load import load_score
 
-    way = make_sampler(sampler, t_star, steps)
-    purifier = Purifier(load_score(model, like=like), way)
+    models = [SMALL, PHOTOS] if model is None else [model]
+    ways = {name: make_sampler(sampler, t_star, steps, T_STAR.get(name)) for name in models}
+    purifiers = {name: Purifier(load_score(name, like=like), way) for name, way in ways.items()}
     if work.device is None:  # a Ray worker moves its own copy
-        purifier.to(where)
+        for purifier in purifiers.values():
+            purifier.to(where)
+    usual = purifiers[models[-1]]
+    sizes = {(32, 32): purifiers[SMALL]} if model is None else {}
     with stoppable(out), Bars(quiet) as bars:
         report = purify_files(
-            purifier,
+            usual,
             inputs,
             out,
             fit=fit,
@@ -79,13 +88,14 @@ def purify(
             batch=batch,
             max_pixels=max_pixels or LARGEST,
             device=where,
-            settings=_settings(model, like, sampler, way),
+            settings=_settings(like, sampler, ways),
             overwrite=overwrite,
-            on_image=None if trajectory == "none" else _drawer(purifier, trajectory, where),
+            sizes=sizes,
+            on_image=None if trajectory == "none" else _drawer(usual, sizes, trajectory, where),
             engine=work,
             progress=bars,
         )
-    _show(report, purifier.size)
+    _show(report, usual.size)
     if report.failed:
         raise typer.Exit(1)
 
@@ -99,18 +109,23 @@ def _show(report: Report, size: int | None) -> None:
             say(f"{kind:<6}  {visible(f'{name}: {reason}')}")
 
 
-def _settings(model: str, like: str | None, name: str, sampler: Sampler) -> dict[str, Any]:
+def _settings(like: str | None, name: str, ways: Mapping[str, Sampler]) -> dict[str, Any]:
     """What decides the result besides the options of files: the weights and the sampler with all its values."""
     from dataclasses import asdict
 
     from diffpure.models.checkpoints import sha256
 
+    values: list[dict[str, Any]] = [asdict(way) for way in ways.values()]  # type: ignore[call-overload]
+    same = {key: value for key, value in values[0].items() if all(each[key] == value for each in values)}
+    others = [key for key in values[0] if key not in same]
+    differing = {key: {model: each[key] for model, each in zip(ways, values, strict=True)} for key in others}
+    model = next(iter(ways)) if len(ways) == 1 else f"{SMALL} at 32x32, {PHOTOS} at other sizes"
     weights = {"weights": sha256(Path(model))} if Path(model).is_file() else {}
-    return {"model": model, "like": like, **weights, "sampler": name, **asdict(sampler)}  # type: ignore[call-overload]
+    return {"model": model, "like": like, **weights, "sampler": name, **same, **differing}
 
 
-def make_sampler(name: str, t_star: float | None, steps: int | None) -> Sampler:
-    """A sampler by name; an argument that it does not take is refused."""
+def make_sampler(name: str, t_star: float | None, steps: int | None, usual: float | None = None) -> Sampler:
+    """A sampler by name; an argument that it does not take is refused.   usual: t* where none is given."""
     from diffpure.diffusion.samplers import SAMPLERS
 
     if name not in SAMPLERS:
@@ -120,14 +135,19 @@ def make_sampler(name: str, t_star: float | None, steps: int | None) -> Sampler:
     for key, value in given.items():
         if key not in taken:
             raise InputError(f"The sampler {name!r} takes no --{key.replace('_', '-')}, got {value}; leave it out.")
+    if usual is not None and "t_star" in taken:
+        given.setdefault("t_star", usual)
     return SAMPLERS[name](**given)
 
 
-def _drawer(purifier: Purifier, kind: str, device: str) -> Callable[[Path, Any, Any], None]:
+def _drawer(
+    usual: Purifier, sizes: Mapping[tuple[int, int], Purifier], kind: str, device: str
+) -> Callable[[Path, Any, Any], None]:
     """What draws the way back of an image beside its file: "a.png" has its strip in "a.png.trajectory.png"."""
     from diffpure.report.strips import save_gif, save_strip
 
     def draw(file: Path, pixels: Any, seeds: Any) -> None:
+        purifier = sizes.get(tuple(pixels.shape[-2:]), usual)
         times = purifier.moments(6)
         given = pixels.expand(-1, purifier.channels or 3, -1, -1)
         back = purifier.trajectory(given.to(device), times, seeds)[:, 0].cpu()

@@ -5,7 +5,8 @@ Three layouts are read:
     class folders    root/n01440764/*.JPEG …, or root/val/…; a part of the classes is enough
     official         root/ILSVRC2012_val_00000001.JPEG …, with the devkit that maps its numbers to classes
     CSV              root/*.JPEG and rows of file name and label, a class number or an identifier like n01440764;
-                     the column of the label and the number of the first class can be named
+                     the column of the label and the number of the first class can be named; root/labels.csv is read
+                     where neither a CSV nor the devkit is named
 
 Labels are 0 … 999 in the order of the identifiers. The detour to the diffusion model's 256 × 256 is the purifier's.
 """
@@ -56,6 +57,8 @@ def read(
 ) -> Files:
     """The validation images of a folder in any of the three layouts; `column` and `offset` describe the CSV."""
     root = existing(root)
+    if labels is None and devkit is None and (root / "labels.csv").is_file():
+        labels = root / "labels.csv"
     if labels is not None:
         return _by_csv(root, Path(labels), column, offset)
     if devkit is not None:

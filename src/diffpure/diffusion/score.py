@@ -48,6 +48,23 @@ class ScoreModel(Protocol):
         """ε̂ at the discrete training steps i (B,), which end at t = (i+1)/N."""
 
 
+@runtime_checkable
+class ConvolutionalScore(ScoreModel, Protocol):
+    """A score that sees no further than its receptive field, and so may be computed in tiles (`scores.tiled`).
+
+    Both attributes are optional in a score. A wrapper does not inherit them, since it may see further than what it
+    wraps; it is then called on whole images.
+    """
+
+    @property
+    def receptive_field(self) -> int:
+        """How many pixels an output pixel sees in each direction, at most."""
+
+    @property
+    def stride(self) -> int:
+        """Windows that start at multiples of it give the values of the whole image."""
+
+
 class EpsilonScore(nn.Module, ABC):
     """A network that predicts ε, as a score model; subclasses implement `epsilon`."""
 

@@ -8,6 +8,9 @@ proven      rows: one for each image, attack and seed, as they were written, wit
 with again  units computed anew give the same rows and the same adversarial images: then the attack was that of the
             header, too
 claimed     that the attack was run as the header says (without again), times, dates, versions, machine
+
+A run whose images may not be passed on is published without its folder of adversarial images. Then nothing is proven of
+its attacks but by units that are computed anew, and without any such unit the check fails.
 """
 
 from __future__ import annotations
@@ -42,6 +45,15 @@ PROVEN: Final = (
     "rates, counts and the warnings that follow from rows are those of the rows",
 )
 AGAIN: Final = "{n} of {total} units, chosen at random and computed again, gave the same rows and adversarial images"
+PROVEN_CLEAN: Final = (
+    *PROVEN[:2],
+    "the model, asked again with the recorded seeds, gives every prediction of the unperturbed images",
+    PROVEN[-1],
+)
+LEFT_OUT: Final = (
+    "The run holds no adversarial images, so that nothing is proven of its attacks: `--again N` computes N of its "
+    "{total} attacked units anew, and `--rows-only` checks the rows alone."
+)
 CLAIMED: Final = ("seconds, dates, versions and the machine",)
 CLAIMED_ATTACK: Final = "that the attacks ran as the header says (`--again N` computes N units again)"
 
@@ -93,6 +105,10 @@ def verify(
     problems += row_problems(header, rows, labels)
     by_key, count, units = {row.key: row for row in rows}, 0, evaluation.units
     attacked = [unit for unit in units if unit.attack != CLEAN]
+    whole = holds_images(folder) or not attacked
+    if not whole:
+        units = [unit for unit in units if unit.attack == CLEAN]
+        problems += [] if again else [LEFT_OUT.format(total=len(attacked))]
     repeated = random.SystemRandom().sample(attacked, min(again, len(attacked)))
     for done, unit in enumerate([*units, *repeated]):
         with threads(header["threads"]):
@@ -105,10 +121,16 @@ def verify(
         if progress is not None:
             progress(done + 1, len(units) + len(repeated))
     problems += summary_problems(folder, header, by_key)
-    extra = (AGAIN.format(n=len(repeated), total=len(attacked)),) if repeated else ()
+    told = AGAIN if whole else AGAIN.removesuffix(" and adversarial images")
+    extra = (told.format(n=len(repeated), total=len(attacked)),) if repeated else ()
     claimed = CLAIMED if len(repeated) == len(attacked) else (CLAIMED_ATTACK, *CLAIMED)
-    said = tuple(remarks(header, here))
-    return Verification(len(rows), count, tuple(dict.fromkeys(problems)), (*PROVEN, *extra), claimed, said)
+    said, proven = tuple(remarks(header, here)), (*(PROVEN if whole else PROVEN_CLEAN), *extra)
+    return Verification(len(rows), count, tuple(dict.fromkeys(problems)), proven, claimed, said)
+
+
+def holds_images(folder: Path) -> bool:
+    """Whether a run came with its adversarial images."""
+    return (folder / IMAGES).is_dir()
 
 
 def remarks(header: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:

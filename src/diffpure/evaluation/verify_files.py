@@ -4,7 +4,8 @@ proven      rows: one for each image, attack and seed, as they were written, wit
             files: every adversarial file is there and holds the images and labels of its rows; every perturbation
             keeps the budget of the header and has the size that its row says
             rates and warnings: those that follow from the rows
-claimed     everything that only the model and the data can tell: `verify` with both at hand proves it
+claimed     everything that only the model and the data can tell: `verify` with both at hand proves it; of a run that
+            was published without its adversarial images, these too
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from torch import Tensor
 from diffpure.errors import InputError
 from diffpure.evaluation.store import IMAGES, read_tensors
 from diffpure.evaluation.units import Unit
-from diffpure.evaluation.verify import CLAIMED, Rows, Verification, row_problems, summary_problems, where
+from diffpure.evaluation.verify import (
+    CLAIMED,
+    Rows,
+    Verification,
+    holds_images,
+    row_problems,
+    summary_problems,
+    where,
+)
 from diffpure.results.rows import CLEAN, read_rows
 from diffpure.threats import ThreatModel, threat_of
 
@@ -36,6 +45,7 @@ CLAIMED_FILES: Final = (
     "that the attacks ran as the header says (not computed again)",
     *CLAIMED,
 )
+CLAIMED_IMAGES: Final = "the adversarial images and their budget: the run does not hold them"
 _ROUNDED: Final = 1e-5  # a header writes a budget with six digits
 
 
@@ -46,7 +56,8 @@ def verify_files(folder: str | Path) -> Verification:
     threat = _threat(header)
     by_key, labels, count = {row.key: row for row in rows}, {row.image: row.label for row in reversed(rows)}, 0
     problems += row_problems(header, rows, labels, "the first row of that image says")
-    for unit in _attacked_units(header, by_key):
+    whole = holds_images(folder) or not header["attacks"]
+    for unit in _attacked_units(header, by_key) if whole else ():
         try:
             found, images = _unit_problems(folder, header, unit, threat, by_key)
         except InputError as error:
@@ -54,7 +65,9 @@ def verify_files(folder: str | Path) -> Verification:
         problems += found
         count += images
     problems += summary_problems(folder, header, by_key)
-    return Verification(len(rows), count, tuple(dict.fromkeys(problems)), PROVEN_FILES, CLAIMED_FILES)
+    proven = PROVEN_FILES if whole else (PROVEN_FILES[0], PROVEN_FILES[-1])
+    claimed = CLAIMED_FILES if whole else (CLAIMED_IMAGES, *CLAIMED_FILES)
+    return Verification(len(rows), count, tuple(dict.fromkeys(problems)), proven, claimed)
 
 
 def _threat(header: Mapping[str, Any]) -> ThreatModel:

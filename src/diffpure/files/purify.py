@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from diffpure.data.images import LARGEST
 from diffpure.disk import write_whole
@@ -60,6 +60,7 @@ def purify_files(
     device: str = "cpu",
     settings: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    sizes: Mapping[tuple[int, int], PurifierBase] | None = None,
     on_image: OnImage | None = None,
     engine: Engine | None = None,
     progress: Progress = _silent,
@@ -67,8 +68,9 @@ def purify_files(
     """Purify everything that `inputs` name into the folder `out`; what is there already is skipped.
 
     settings: what else decides the result, such as the model and t*; the folder records them, and refuses others unless
-    it is to be overwritten.   device: where the purifier is.   on_image is called with the file of an image that was
-    purified as a whole, its pixels (1, C, H, W) and its seed, for pictures of the way back.
+    it is to be overwritten.   device: where the purifier is.   sizes: purifiers for images of one (height, width), in
+    place of `purifier`; their settings are the caller's to record.   on_image is called with the file of an image that
+    was purified as a whole, its pixels (1, C, H, W) and its seed, for pictures of the way back.
     engine: `Local()`, or `Ray(...)`, whose workers see the same folders and whose options choose the device.
     """
     engine = Local() if engine is None else engine
@@ -80,6 +82,7 @@ def purify_files(
     total = None if any(each.suffix in TARS for each in found) else len(found)
     run = _Run(
         purifier,
+        sizes or {},
         out.absolute(),  # a worker may have another working directory
         fit,
         seed,
@@ -113,7 +116,8 @@ class _Group:
 class _Run:
     """One call of `purify_files`, or the part of it that a worker does."""
 
-    purifier: PurifierBase
+    usual: PurifierBase
+    sizes: Mapping[tuple[int, int], PurifierBase]
     out: Path
     fit: Fit
     seed: int | None
@@ -129,6 +133,11 @@ class _Run:
     def __getstate__(self) -> dict[str, Any]:
         """What a worker is sent: progress is shown where the run began."""
         return {**vars(self), "progress": _silent}
+
+    def purifier(self, images: Tensor) -> PurifierBase:
+        """The purifier of images (..., H, W)."""
+        height, width = images.shape[-2:]
+        return self.sizes.get((height, width), self.usual)
 
     def work(self, found: Sequence[Input], total: int | None) -> Iterator[_Group | Input]:
         """What is missing, one piece after the other: groups of images, then npz files."""
@@ -154,8 +163,8 @@ class _Run:
     def purified(self, piece: _Group | Input) -> Report:
         """Purify a piece of the work; after a worker was lost, a second time, to the same files."""
         part = replace(self, report=Report())
-        if isinstance(self.purifier, nn.Module):
-            self.purifier.to(self.device)  # a worker's own copy, and here where it is already
+        for purifier in (self.usual, *self.sizes.values()):
+            purifier.to(self.device)  # a worker's own copies, and here where they are already
         if isinstance(piece, Input):
             part._arrays(piece)
         else:
@@ -178,7 +187,8 @@ class _Run:
         def clean(array: Images, images: Tensor, start: int) -> Tensor:
             seeds = [names.seed_of(f"{name}:{array.name}[{start + k}]", self.seed) for k in range(len(images))]
             tick = partial(self.progress, f"tiles of {name}")
-            pixels = purify_images(self.purifier, images, self.fit, seeds, self.batch, device=self.device, tick=tick)
+            purifier = self.purifier(images)
+            pixels = purify_images(purifier, images, self.fit, seeds, self.batch, device=self.device, tick=tick)
             self._count(images)
             self.progress(f"{name}: {array.name}", start + len(images), array.count)
             return pixels
@@ -229,7 +239,7 @@ class _Run:
         seeds = [names.seed_of(item.name, self.seed) for item, _ in alike]
         pixels = torch.stack([picture.pixels for _, picture in alike])
         try:
-            clean = purify_images(self.purifier, pixels, self.fit, seeds, device=self.device)
+            clean = purify_images(self.purifier(pixels), pixels, self.fit, seeds, device=self.device)
         except InputError as error:
             self.report.failed += [(item.name, str(error)) for item, _ in alike if item.name in missing]
             return
@@ -244,19 +254,22 @@ class _Run:
     def _way(self, picture: Picture) -> str:
         """Whether a picture is purified with others of its size, or alone: in tiles, or because it is large."""
         height, width = picture.pixels.shape[-2:]
-        how = way(height, width, self.purifier.size, self.fit)
-        if how == "tiles":
+        size = self.purifier(picture.pixels).size
+        if way(height, width, size, self.fit) == "tiles":
             return "tiles"
-        return "large images" if how == "resize" and height * width > LARGE else "whole"
+        return "large images" if height * width > LARGE and (height, width) != (size, size) else "whole"
 
     def _alone(self, item: Item, picture: Picture, how: str) -> Tensor:
-        """The purified 8-bit pixels of one picture, which is never in memory as floats."""
-        clean, done = torch.empty(picture.pixels.shape, dtype=torch.uint8), 0
+        """The purified 8-bit pixels of one picture."""
+        purifier, pixels = self.purifier(picture.pixels), picture.pixels
+        clean, done = torch.empty(pixels.shape, dtype=torch.uint8), 0
         seed, tick = names.seed_of(item.name, self.seed), partial(self.progress, f"tiles of {item.name}")
         if how == "tiles":
-            bands = purify_tiles(self.purifier, picture.pixels, seed, self.batch, device=self.device, tick=tick)
+            bands = purify_tiles(purifier, pixels, seed, self.batch, device=self.device, tick=tick)
+        elif purifier.size is None:
+            bands = iter(purify_images(purifier, pixels[None], self.fit, [seed], device=self.device, tick=tick))
         else:
-            bands = purify_large(self.purifier, picture.pixels, seed, device=self.device)
+            bands = purify_large(purifier, pixels, seed, device=self.device)
         for rows in bands:
             clean[:, done : done + rows.shape[1]] = eight_bits(rows)
             done += rows.shape[1]
@@ -275,7 +288,7 @@ class _Run:
     def _count(self, images: Tensor) -> None:
         """Count how images (B, C, H, W) were purified."""
         height, width = images.shape[-2:]
-        size = self.purifier.size
+        size = self.purifier(images).size
         how = way(height, width, size, self.fit)
         self.report.ways[how] += len(images)
         if how == "tiles" and size is not None:

@@ -1,6 +1,7 @@
-"""Images of any size before a purifier that wants one size.
+"""Images of any size before a purifier that wants one size, or takes any.
 
-    whole    the image has the model's size, or the model takes any
+    whole    the image has the model's size, or the model takes any; a large image goes through a convolutional model
+             in exact tiles (`scores.tiled`): only the network sees tiles, state and noise are those of the image
     resize   the whole image at the model's resolution and back: everything is seen, detail is lost
     tiles    overlapping tiles of the model's size, blended with linear ramps: detail is kept, a tile sees only itself
     auto     resize up to twice the model's size, tiles above
@@ -19,15 +20,18 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from diffpure.diffusion.score import ConvolutionalScore
 from diffpure.errors import InputError
 from diffpure.noise import mix
+from diffpure.purifiers.diffusion import Purifier
 from diffpure.purifiers.tiles import grow, starts, window
 from diffpure.purify import PurifierBase
+from diffpure.scores.tiled import TiledScore
 
 Fit = Literal["auto", "resize", "tiles"]
 Way = Literal["whole", "resize", "tiles"]
 Tick = Callable[[int, int], None]  # tiles done, tiles in all
-LARGE: Final = 1_000_000  # pixels; larger images are never in memory as floats
+LARGE: Final = 1_000_000  # pixels; of larger images, those that are resized or cut are never in memory as floats
 BAND: Final = 64  # rows of a resized image that are handed out together
 LUMA: Final = (0.299, 0.587, 0.114)
 
@@ -57,6 +61,11 @@ def purify_images(
     rows: how many tiles are purified together.   device: where the purifier is; the result is on the CPU.
     """
     height, width = images.shape[-2:]
+    if purifier.size is None:
+        purifier, together = _in_tiles(purifier, images, tick), max(1, LARGE // (height * width))
+        firsts = range(0, len(images), together)
+        parts = [_purified(purifier, images[a : a + together], seeds[a : a + together], device) for a in firsts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
     if way(height, width, purifier.size, fit) != "tiles":
         return _purified(purifier, images, seeds, device)
     return torch.stack(
@@ -146,6 +155,21 @@ def _clean_tiles(
         clean = _purified(purifier, tiles, [mix(seed, first + k) for k in range(len(part))], device)
         tick(first + len(part), len(corners))
         yield from clean
+
+
+def _in_tiles(purifier: PurifierBase, images: Tensor, tick: Tick) -> PurifierBase:
+    """The purifier with its convolutional network called in exact tiles, if the images (B, C, H, W) are large."""
+    height, width = images.shape[-2:]
+    if height * width <= LARGE or not isinstance(purifier, Purifier):
+        return purifier
+    score = purifier.score
+    if not isinstance(score, ConvolutionalScore):
+        return purifier
+    calls, _ = purifier.calls(torch.zeros(1, purifier.channels or 3, 1, 1), gradient=False)
+    tiled, done = TiledScore(score), itertools.count(1)
+    total = len(images) * calls * tiled.count(height, width)
+    tiled.tick = lambda: tick(next(done), total)
+    return Purifier(tiled, purifier.sampler, rounds=purifier.rounds, autocast=purifier.autocast)
 
 
 def _purified(purifier: PurifierBase, images: Tensor, seeds: Sequence[int], device: str) -> Tensor:
