@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from diffpure.data.images import LARGEST
 from diffpure.disk import write_whole
@@ -164,7 +164,8 @@ class _Run:
         """Purify a piece of the work; after a worker was lost, a second time, to the same files."""
         part = replace(self, report=Report())
         for purifier in (self.usual, *self.sizes.values()):
-            purifier.to(self.device)  # a worker's own copies, and here where they are already
+            if isinstance(purifier, nn.Module):
+                purifier.to(self.device)  # a worker's own copies, and here where they are already
         if isinstance(piece, Input):
             part._arrays(piece)
         else:
