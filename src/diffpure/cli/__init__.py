@@ -15,6 +15,7 @@ from diffpure.cli import (
     comparing,
     demo,
     evaluation,
+    exporting,
     images,
     machine,
     models,
@@ -32,7 +33,7 @@ from diffpure.errors import InputError
 __all__ = ["app", "main"]
 COMMANDS: Final = (
     *(demo, evaluation, advising, comparing, runs, spec, start, tables, paper, reporting),
-    *(images, machine, models, training),
+    *(images, exporting, machine, models, training),
 )  # each registers its commands when it is imported
 
 

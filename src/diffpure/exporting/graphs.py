@@ -13,11 +13,12 @@ Batches have any size. Images have the network's size, or, for networks that tak
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, final
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from diffpure.diffusion.gradients import walk
 from diffpure.diffusion.score import EpsilonScore, ScoreModel
-from diffpure.diffusion.sde import STEPS, Schedule, Time
+from diffpure.diffusion.sde import Schedule, Time
 from diffpure.errors import InputError
 from diffpure.models.runtime import KEY, package
 from diffpure.noise import Noise
@@ -211,16 +212,16 @@ def _free(score: ScoreModel, first: int) -> dict[int, Any]:
     return free
 
 
-class _silence:
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
     """No word from the exporter below an error."""
-
-    def __enter__(self) -> None:
-        self.loggers = {logging.getLogger(name): logging.getLogger(name).level for name in ("torch.onnx", "onnxscript")}
-        for logger in self.loggers:
-            logger.setLevel(logging.ERROR)
-
-    def __exit__(self, *_: object) -> None:
-        for logger, level in self.loggers.items():
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in ("torch.onnx", "onnxscript")}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in levels.items():
             logger.setLevel(level)
 
 

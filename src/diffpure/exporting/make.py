@@ -7,7 +7,9 @@ A file whose network differs from torch's by more than TOLERANCE (of ε̂, whose
 from __future__ import annotations
 
 import contextlib
+import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,13 +33,13 @@ REVISION: Final = 1  # of what is written, for names in the cache
 
 def export_score(score: ScoreModel, runtime: Runtime = "onnx") -> tuple[ExportedScore, float]:
     """The score as a network of that runtime, and by how much it differs from torch, at most."""
-    exported = ExportedScore(_network(score_graph(score), runtime, _name(score)))
+    exported = ExportedScore(Compiled(runtime, score_graph(score), origin=_name(score)))
     return exported, check_score(score, exported)
 
 
 def export_purifier(purifier: Purifier, runtime: Runtime = "onnx") -> tuple[ExportedPurifier, float]:
     """The purifier as a network of that runtime, and by how much its images differ from torch's, at most."""
-    exported = ExportedPurifier(_network(purifier_graph(purifier), runtime, _name(purifier.score)))
+    exported = ExportedPurifier(Compiled(runtime, purifier_graph(purifier), origin=_name(purifier.score)))
     return exported, check_purifier(purifier, exported)
 
 
@@ -51,8 +53,7 @@ def backend_score(score: ScoreModel, backend: str) -> ScoreModel:
     if backend not in ("onnx", "openvino"):
         raise InputError(f"A backend is torch, onnx or openvino, got {backend!r}.")
     runtime: Runtime = "onnx" if backend == "onnx" else "openvino"
-    version = torch.__version__.partition("+")[0]
-    file = home() / "exported" / f"{identify(score)[:32]}-torch{version}-{REVISION}.onnx"
+    file = cache_file(score)
     with contextlib.suppress(InputError, OSError):
         cached = ExportedScore(Compiled(runtime, file.read_bytes(), origin=_name(score)))
         check_score(score, cached)
@@ -62,6 +63,12 @@ def backend_score(score: ScoreModel, backend: str) -> ScoreModel:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, exported.network.data)
     return exported
+
+
+def cache_file(score: ScoreModel) -> Path:
+    """Where the cache keeps the network of a score: its name is made of the weights and of what exported them."""
+    version = torch.__version__.partition("+")[0]
+    return home() / "exported" / f"{identify(score)[:32]}-torch{version}-{REVISION}.onnx"
 
 
 @torch.no_grad()
@@ -113,17 +120,14 @@ def write(network: Compiled, path: Path) -> list[Path]:
     return list(files)
 
 
-def as_openvino(model: Any, info: str, origin: str) -> Compiled:
-    """A model of OpenVINO as the bytes of its two files."""
-    model.set_rt_info(info, [KEY])
+def to_openvino(network: Compiled, change: Callable[[Any], Any] = lambda model: model) -> Compiled:
+    """A network as OpenVINO's two files, after a change of its model."""
+    model = change(openvino_model(network))
+    model.set_rt_info(json.dumps(network.info), [KEY])
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "network.xml"
         package("openvino", "openvino").save_model(model, file, compress_to_fp16=False)
-        return Compiled("openvino", file.read_bytes(), file.with_suffix(".bin").read_bytes(), origin=origin)
-
-
-def _network(data: bytes, runtime: Runtime, origin: str) -> Compiled:
-    return Compiled(runtime, data, origin=origin)
+        return Compiled("openvino", file.read_bytes(), file.with_suffix(".bin").read_bytes(), origin=network.origin)
 
 
 def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:

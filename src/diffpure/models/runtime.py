@@ -1,4 +1,4 @@
-"""Networks in files of ONNX and OpenVINO, run on the CPU by ONNX Runtime or OpenVINO, with as many threads as torch has.
+"""Networks in files of ONNX and OpenVINO, run on the CPU by their runtimes with as many threads as torch has.
 
 What is run are the bytes that were read and hashed: a file that refers to others is refused by the runtimes, because it
 is never opened by its name. `diffpure export` writes a table of what a network is (`info`) into the file.

@@ -10,9 +10,9 @@ attack that could not differentiate it would find a gradient of zero and call th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 from torch import Tensor
 
@@ -56,24 +56,17 @@ class ExportedScore(EpsilonScore):
     def epsilon(self, x: Tensor, t: Tensor) -> Tensor:
         refuse_gradient(x, self._network.origin)
         height, width = x.shape[-2:]
-        whole = mirrored(x, height + -height % self.stride, width + -width % self.stride)
+        return self._network(self.inputs(x, t))[..., :height, :width].to(x)
+
+    def inputs(self, x: Tensor, t: Tensor) -> dict[str, Tensor]:
+        """What its network reads, by name: the image mirrored to a multiple of the stride, and the time."""
+        height, width = x.shape[-2:]
         values = {
-            "x": whole.float(),
-            "t": t.double().expand(len(x)),
-            "log_snr": self.sde.log_snr(t).float().expand(len(x)),
+            "x": mirrored(x, height + -height % self.stride, width + -width % self.stride).float(),
+            "t": t.double().expand(x.shape[0]),
+            "log_snr": self.sde.log_snr(t).float().expand(x.shape[0]),
         }
-        out = self._network({name: values[name] for name in self._network.inputs})
-        return out[..., :height, :width].to(x)
-
-
-def from_onnx(path: Path) -> ExportedScore:
-    """The score in an ONNX file, run by ONNX Runtime."""
-    return ExportedScore(read_files("onnx", path))
-
-
-def from_openvino(path: Path) -> ExportedScore:
-    """The score in OpenVINO's files, FILE.xml and FILE.bin."""
-    return ExportedScore(read_files("openvino", path))
+        return {name: values[name] for name in self._network.inputs}
 
 
 def schedule_table(sde: Schedule) -> dict[str, Any]:
@@ -90,3 +83,14 @@ def schedule_of(table: Mapping[str, Any]) -> Schedule:
     if "betas" in table:
         return DiscreteVP(tuple(float(beta) for beta in table["betas"]))
     return VPSDE(float(table["beta_min"]), float(table["beta_max"]))
+
+
+def _ending(suffix: str) -> Callable[[Path], bool]:
+    return lambda path: path.suffix.lower() == suffix
+
+
+# Files that hold a network as a program: how to know one, and how to load it.
+PROGRAMS: Final[dict[str, tuple[Callable[[Path], bool], Callable[[Path], ExportedScore]]]] = {
+    "ONNX": (_ending(".onnx"), lambda path: ExportedScore(read_files("onnx", path))),
+    "OpenVINO": (_ending(".xml"), lambda path: ExportedScore(read_files("openvino", path))),
+}
