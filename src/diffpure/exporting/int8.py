@@ -11,6 +11,8 @@ int8 changes results. `compare` says by how much, on images with the same noise.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,7 +52,8 @@ def quantise(score: ScoreModel, sampler: AnySampler, images: Tensor, seeds: Sequ
         )
 
     try:
-        return ExportedScore(to_openvino(exported.network, to_int8))
+        with contextlib.redirect_stdout(io.StringIO()):  # NNCF draws bars
+            return ExportedScore(to_openvino(exported.network, to_int8))
     except InputError:
         raise
     except Exception as error:  # NNCF raises whatever it meets
