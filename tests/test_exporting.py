@@ -243,7 +243,7 @@ def test_files_are_programs_and_are_loaded_only_with_leave(small, small_file, pu
             load(file)
     assert make.check_score(small, load_score(file, allow_code=True)) < 1e-5
     assert load_purifier(whole, allow_code=True).rounds == 2
-    xml = make.write(make.to_openvino(exported(small_file, "openvino").network), tmp_path / "score.xml")[-1]
+    xml = make.write(make.to_openvino(Compiled("openvino", small_file, origin="x")), tmp_path / "score.xml")[-1]
     assert make.check_score(small, load_score(xml, allow_code=True)) < 1e-5
     xml.with_suffix(".bin").unlink()
     with pytest.raises(InputError, match=r"There is no file .*score\.bin; OpenVINO writes"):
@@ -277,7 +277,7 @@ def test_a_schedule_survives_the_file():
 
 def test_a_backend_comes_from_the_cache_unless_that_is_damaged(cached, small, small_file, monkeypatch):
     made = []
-    monkeypatch.setattr(make, "export_score", lambda score, runtime: (made.append(1) or exported(small_file), 0.0))
+    monkeypatch.setattr(make, "score_graph", lambda score: made.append(1) or small_file)
     assert make.backend_score(small, "torch") is small
     assert make.backend_score(small, "openvino").runtime == "openvino"
     assert not made
