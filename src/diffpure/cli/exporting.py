@@ -27,7 +27,7 @@ TEST = 100  # other images on which it is compared with float32
 SQUARE = 128  # side of the squares that are cut from images for a score of any size
 
 
-@app.command(epilog="Example: diffpure export --format openvino --int8 -o score-int8.xml")
+@app.command(epilog="Example: diffpure export --score cifar10-small -o score.onnx")
 def export(
     out: Annotated[Path, typer.Option("--out", "-o", help="FILE.onnx, or FILE.xml (FILE.bin is written beside it).")],
     score: Annotated[
