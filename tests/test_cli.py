@@ -105,7 +105,13 @@ def test_the_example_in_the_help_works_as_typed(command, cheap_world):
     found = runner.invoke(cli.app, typed, catch_exceptions=False)
     assert found.exit_code == 0, found.output
     assert found.output.strip()
-    made = {"purify": "clean/teal.png", "report": "report.html", "demo": "out/report.html", "init": "mine.toml", "export": "score.onnx"}
+    made = {
+        "purify": "clean/teal.png",
+        "report": "report.html",
+        "demo": "out/report.html",
+        "init": "mine.toml",
+        "export": "score.onnx",
+    }
     assert (cheap_world / made.get(command[0], ".")).exists()
     if command == ("doctor",):
         assert json.loads(found.stdout)["first_image_seconds"] > 0
