@@ -73,8 +73,10 @@ class ExportedPurifier(PurifierBase):
 
     def _run(self, x: Tensor, noise: Noise) -> Tensor:
         refuse_gradient(x, self._network.origin)
-        inputs = {"images": x.float(), "noise": torch.stack([noise(step, x.float()) for step in self.draws], 1)}
-        return self._network({name: inputs[name] for name in self._network.inputs}).to(x)
+        inputs = {"images": x.float()}
+        if self.draws:
+            inputs["noise"] = torch.stack([noise(step, inputs["images"]) for step in self.draws], 1)
+        return self._network(inputs).to(x)
 
 
 def load_purifier(path: str | Path, runtime: Runtime | None = None, *, allow_code: bool = False) -> ExportedPurifier:
