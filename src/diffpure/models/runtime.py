@@ -99,7 +99,9 @@ class _NoGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        raise InputError(f"{ctx.name} gives no gradients; only black-box attacks can be run on it, and BPDA of a purifier.")
+        raise InputError(
+            f"{ctx.name} gives no gradients; only black-box attacks can be run on it, and BPDA of a purifier."
+        )
 
 
 def package(name: str, extra: Runtime) -> Any:

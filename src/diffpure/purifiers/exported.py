@@ -36,7 +36,9 @@ class ExportedPurifier(PurifierBase):
             raise InputError(f"{network.origin} does not say which images and noise its purifier takes.") from error
         super().__init__(gradient, rounds=rounds)
         self.draws, self.stride, self.runtime = draws, stride, network.runtime
-        self._size, self._channels, self._title, self._network = size, channels, title, network
+        self._size: int | None = size
+        self._channels: int | None = channels
+        self._title, self._network = title, network
         setattr(self, SOURCE, network.sha256)
 
     @property
