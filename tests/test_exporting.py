@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -267,6 +268,14 @@ def test_what_cannot_be_exported_is_one_sentence(small):
         graphs.purifier_graph(dp.Purifier(small, fit="tiles"))
     with pytest.raises(InputError, match="A backend is torch, onnx or openvino"):
         make.backend_score(small, "tensorrt")
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_a_missing_package_is_one_sentence_before_anything_is_exported(runtime, small, monkeypatch):
+    monkeypatch.setitem(sys.modules, {"onnx": "onnxruntime"}.get(runtime, runtime), None)
+    monkeypatch.setattr(make, "score_graph", None)
+    with pytest.raises(InputError, match=rf"This needs the package .*: pip install 'diffpure\[{runtime}\]'"):
+        make.backend_score(small, runtime)
 
 
 def test_a_schedule_survives_the_file():

@@ -24,7 +24,7 @@ from diffpure.disk import home, one_sentence, write_whole
 from diffpure.errors import InputError
 from diffpure.exporting.graphs import example, purifier_graph, score_graph
 from diffpure.models.identity import identify
-from diffpure.models.runtime import KEY, Compiled, Runtime, openvino_model, package
+from diffpure.models.runtime import KEY, Compiled, Runtime, openvino_model, package, require
 from diffpure.purifiers.diffusion import Purifier
 from diffpure.purifiers.exported import ExportedPurifier
 from diffpure.scores.exported import ExportedScore
@@ -37,12 +37,14 @@ REVISION: Final = 1  # of what is written, for names in the cache
 
 def export_score(score: ScoreModel, runtime: Runtime = "onnx") -> tuple[ExportedScore, float]:
     """The score as a network of that runtime, and by how much it differs from torch, at most."""
+    require(runtime)
     exported = ExportedScore(_network(score_graph(score), runtime, _name(score)))
     return exported, check_score(score, exported)
 
 
 def export_purifier(purifier: Purifier, runtime: Runtime = "onnx") -> tuple[ExportedPurifier, float]:
     """The purifier as a network of that runtime, and by how much its images differ from torch's, at most."""
+    require(runtime)
     exported = ExportedPurifier(_network(purifier_graph(purifier), runtime, _name(purifier.score)))
     return exported, check_purifier(purifier, exported)
 
@@ -57,6 +59,7 @@ def backend_score(score: ScoreModel, backend: str) -> ScoreModel:
     if backend not in ("onnx", "openvino"):
         raise InputError(f"A backend is torch, onnx or openvino, got {backend!r}.")
     runtime: Runtime = "onnx" if backend == "onnx" else "openvino"
+    require(runtime)
     file = cache_file(score)
     with contextlib.suppress(InputError, OSError):
         cached = ExportedScore(Compiled(runtime, file.read_bytes(), origin=_name(score)))
