@@ -16,6 +16,7 @@ from diffpure.cli import (
     comparing,
     demo,
     evaluation,
+    exporting,
     images,
     machine,
     models,
@@ -34,7 +35,7 @@ from diffpure.errors import InputError
 __all__ = ["app", "main"]
 COMMANDS: Final = (
     *(demo, play, evaluation, certifying, advising, comparing, runs, spec, start, tables, paper, reporting),
-    *(images, machine, models, training),
+    *(images, exporting, machine, models, training),
 )  # each registers its commands when it is imported
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from diffpure.purifiers.diffusion import Purifier
 
 Fit = Literal["auto", "resize", "tiles"]
+Backend = Literal["torch", "onnx", "openvino"]
 Trajectory = Literal["none", "strip", "gif"]
 POSSIBLE = 178_000_000  # where the image library itself refuses
 SMALL, PHOTOS = "cifar10-small", "photos-small"  # without --model: of 32×32 images, and of all others
@@ -53,6 +54,11 @@ def purify(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     trajectory: Annotated[Trajectory, typer.Option(help="Also draw the way back.", show_default=False)] = "none",
+    backend: Annotated[
+        Backend,
+        typer.Option(help="What computes the network: torch, or onnx or openvino on the CPU.", show_default=False),
+    ] = "torch",
+    allow_code: Annotated[bool, typer.Option("--allow-code", help="Load a score that is a program.")] = False,
     engine: EngineName = "local",
     address: Address = None,
     cpus: Cpus = None,
@@ -64,15 +70,17 @@ def purify(
     """Purify images of any size; damaged files are reported at the end, and a second run continues the first."""
     use_threads(threads)
     work = make_engine(engine, device, {"address": address, "cpus": cpus, "gpus": gpus})
-    where = work.device or use_device(device)
+    where = work.device or ("cpu" if backend != "torch" and device == "auto" else use_device(device))
     from diffpure.data.images import LARGEST
+    from diffpure.exporting.make import backend_score
     from diffpure.files import purify_files
     from diffpure.purifiers.diffusion import Purifier
     from diffpure.scores.load import load_score
 
     models = [SMALL, PHOTOS] if model is None else [model]
     ways = {name: make_sampler(sampler, t_star, steps, T_STAR.get(name)) for name in models}
-    purifiers = {name: Purifier(load_score(name, like=like), way) for name, way in ways.items()}
+    scores = {name: backend_score(load_score(name, like=like, allow_code=allow_code), backend) for name in models}
+    purifiers = {name: Purifier(scores[name], way) for name, way in ways.items()}
     if work.device is None:  # a Ray worker moves its own copy
         for purifier in purifiers.values():
             purifier.to(where)
@@ -88,7 +96,7 @@ def purify(
             batch=batch,
             max_pixels=max_pixels or LARGEST,
             device=where,
-            settings=_settings(like, sampler, ways),
+            settings=_settings(like, sampler, ways) | ({} if backend == "torch" else {"backend": backend}),
             overwrite=overwrite,
             sizes=sizes,
             on_image=None if trajectory == "none" else _drawer(usual, sizes, trajectory, where),
@@ -121,6 +129,8 @@ def _settings(like: str | None, name: str, ways: Mapping[str, Sampler]) -> dict[
     differing = {key: {model: each[key] for model, each in zip(ways, values, strict=True)} for key in others}
     model = next(iter(ways)) if len(ways) == 1 else f"{SMALL} at 32x32, {PHOTOS} at other sizes"
     weights = {"weights": sha256(Path(model))} if Path(model).is_file() else {}
+    if model.endswith(".xml") and (beside := Path(model).with_suffix(".bin")).is_file():
+        weights["weights"] += sha256(beside)  # OpenVINO's two files
     return {"model": model, "like": like, **weights, "sampler": name, **same, **differing}
 
 
