@@ -38,6 +38,7 @@ LAYERS = (
     "training",
     "experiments",
     "report",
+    "serve",
     "cli",
 )
 FORBIDDEN = {"attacks": {"purify", "purifiers", "scores"}, "report": {"torch"}}

@@ -21,6 +21,7 @@ from diffpure.cli import (
     paper,
     reporting,
     runs,
+    serve,
     spec,
     start,
     tables,
@@ -32,7 +33,7 @@ from diffpure.errors import InputError
 __all__ = ["app", "main"]
 COMMANDS: Final = (
     *(demo, evaluation, advising, comparing, runs, spec, start, tables, paper, reporting),
-    *(images, machine, models, training),
+    *(images, machine, models, serve, training),
 )  # each registers its commands when it is imported
 
 

@@ -112,8 +112,8 @@ class Ray:
 
     def run(self, work: Evaluation, units: Sequence[Unit], on_step: Step, keeper: Keeper | None) -> Iterator[Done]:
         """The results as they come; so many tasks are under way that no worker waits, and no more."""
-        ray = _ray()
-        started = self._connect(ray)
+        ray = import_ray()
+        started = self.connect(ray)
         try:
             remote = ray.remote(num_cpus=self._cpus, num_gpus=self.gpus, max_retries=self.retries)(_task)
             job, count = ray.put(work.job), torch.get_num_threads()
@@ -139,7 +139,7 @@ class Ray:
             if started:
                 ray.shutdown()
 
-    def _connect(self, ray: Any) -> bool:
+    def connect(self, ray: Any) -> bool:
         """Join or start a cluster; True if it is ours to shut down."""
         if ray.is_initialized():
             return False
@@ -184,7 +184,8 @@ class Ray:
         return max(2, int(2 * indices)) if indices < float("inf") else 2
 
 
-def _ray() -> Any:
+def import_ray() -> Any:
+    """Ray, or one sentence on how to install it."""
     try:
         return importlib.import_module("ray")
     except ImportError as error:
