@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from diffpure.cli.base import Device, Threads, app, errors, say, use_device, use_threads
+from diffpure.cli.evaluation import read_spec
 from diffpure.cli.images import Fit
 from diffpure.errors import InputError
 
@@ -21,37 +22,33 @@ LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 MODELS = {"score": "cifar10-small", "classifier": "cifar10-resnet", "sampler": "few-step"}
 
 
-@app.command(epilog="Example: diffpure serve --spec mine.toml --port 8000")
+@app.command(epilog="Example: diffpure serve --sampler one-shot --draws 16")
 def serve(
-    spec: Annotated[Path | None, typer.Option(help="Serve the model of this spec; other models by options.")] = None,
+    spec: Annotated[str | None, typer.Option(help="Serve the model of this spec.")] = None,
     score: Annotated[str | None, typer.Option(help="Score model; default cifar10-small.")] = None,
     classifier: Annotated[str | None, typer.Option(help="Of /classify; default cifar10-resnet.")] = None,
     sampler: Annotated[str | None, typer.Option(help="few-step (default), one-shot, ddim, sde, …")] = None,
     t_star: Annotated[float | None, typer.Option(help="How far to diffuse, in (0, 1]; default 0.1.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the sampler.")] = None,
-    draws: Annotated[int, typer.Option(min=1, help="Purifications that /classify averages over.")] = 8,
+    draws: Annotated[int, typer.Option(min=1, help="Purifications per classified image.")] = 8,
     fit: Annotated[
         Fit, typer.Option(help="Other sizes; auto: tiles above twice the size.", show_default=False)
     ] = "auto",
     size: Annotated[int | None, typer.Option(min=1, help="Side of the images that are classified.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
-    token_file: Annotated[
-        Path | None, typer.Option(help=f"File with the token that clients must send; or {TOKEN}.")
-    ] = None,
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    token_file: Annotated[Path | None, typer.Option(help=f"The token of clients; or {TOKEN}.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Images purified together at most.")] = 16,
-    wait: Annotated[float, typer.Option(min=0, help="Milliseconds that an image waits for others.")] = 5.0,
-    queue: Annotated[int, typer.Option(min=1, help="Images in the house; beyond it 503.")] = 256,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds per request; beyond it 504.")] = 30.0,
-    max_mib: Annotated[int, typer.Option(min=1, max=1024, help="MiB per body; beyond it 413.")] = 16,
-    max_pixels: Annotated[int, typer.Option(min=1, metavar="<int>", help="Per image; beyond it 413.")] = 4_000_000,
-    engine: Annotated[
-        Literal["local", "ray"], typer.Option(help="Compute here, or on replicas of a cluster.")
-    ] = "local",
+    wait: Annotated[float, typer.Option(min=0, help="Milliseconds to wait for others.")] = 5.0,
+    queue: Annotated[int, typer.Option(min=1, help="Images at once; beyond it 503.")] = 256,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds; beyond it 504.")] = 30.0,
+    max_mib: Annotated[int, typer.Option(min=1, help="MiB per request; beyond it 413.")] = 16,
+    max_pixels: Annotated[int, typer.Option(min=1, help="Per image; beyond it 413.")] = 4_000_000,
+    engine: Annotated[Literal["local", "ray"], typer.Option(help="Here, or Ray replicas.")] = "local",
     replicas: Annotated[int, typer.Option(min=1, help="Of the ray engine.")] = 2,
-    address: Annotated[str | None, typer.Option(help="A Ray cluster; without, one on this machine.")] = None,
+    address: Annotated[str | None, typer.Option(help="A Ray cluster; without one, Ray starts here.")] = None,
     gpus: Annotated[float, typer.Option(min=0, help="GPUs per replica.")] = 0.0,
-    allow_code: Annotated[bool, typer.Option("--allow-code", help="Load models that run code.")] = False,
+    allow_code: Annotated[bool, typer.Option("--allow-code", help="Load models that run code of their own.")] = False,
     device: Device = "auto",
     threads: Threads = None,
 ) -> None:
@@ -111,10 +108,10 @@ def _import() -> tuple[Any, Any]:
     return server, make_app
 
 
-def _plan(spec: Path | None, named: dict[str, Any], options: dict[str, Any]) -> Plan:
+def _plan(spec: str | None, named: dict[str, Any], options: dict[str, Any]) -> Plan:
     """What is served: the model of a spec, or the one that options name."""
     from diffpure.data.sources import DataSpec
-    from diffpure.experiments.spec import EvaluationSpec, ModelSpec
+    from diffpure.experiments.spec import ModelSpec
     from diffpure.models.cards import cards
     from diffpure.serve.load import Plan
 
@@ -122,8 +119,8 @@ def _plan(spec: Path | None, named: dict[str, Any], options: dict[str, Any]) -> 
     if spec is not None:
         if given:
             raise InputError(f"A spec names its model itself; leave out --{next(iter(given)).replace('_', '-')}.")
-        read = EvaluationSpec.read(spec)
-        return Plan(model=read.model, data=read.data, base=spec.parent, **options)
+        read, base = read_spec(spec)
+        return Plan(model=read.model, data=read.data, base=base, **options)
     values: dict[str, Any] = {**MODELS, **given}
     way = {"kind": values["sampler"], **{key: values[key] for key in ("t_star", "steps") if key in values}}
     known = cards("classifier").get(values["classifier"])

@@ -162,6 +162,7 @@ def _work(connection: Connection, memory: int, seconds: float) -> None:
     """Do one job after the other until the service is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches everybody; the service ends its workers
     torch.set_num_threads(1)
+    Image.MAX_IMAGE_PIXELS = None  # ours is checked, and told with its number
     _limit(resource.RLIMIT_CORE, 0)
     with contextlib.suppress(OSError, ValueError):  # a system without /proc
         pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -1,4 +1,4 @@
-"""From a spec or the options of the command line to a service: plain values, which a replica elsewhere can load, too."""
+"""From a spec or the options of the command line to a service: plain values, which a replica elsewhere loads, too."""
 
 from __future__ import annotations
 
