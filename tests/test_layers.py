@@ -24,6 +24,7 @@ LAYERS = (
     "classifiers",
     "purify",
     "purifiers",
+    "exporting",
     "theory",
     "audit",
     "threats",

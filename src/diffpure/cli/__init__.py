@@ -15,6 +15,7 @@ from diffpure.cli import (
     comparing,
     demo,
     evaluation,
+    exporting,
     images,
     machine,
     models,
@@ -33,7 +34,7 @@ from diffpure.errors import InputError
 __all__ = ["app", "main"]
 COMMANDS: Final = (
     *(demo, evaluation, advising, comparing, runs, spec, start, tables, paper, reporting),
-    *(images, machine, models, serve, training),
+    *(images, exporting, machine, models, serve, training),
 )  # each registers its commands when it is imported
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from diffpure.purifiers.diffusion import Purifier
 
 Fit = Literal["auto", "resize", "tiles"]
+Backend = Literal["torch", "onnx", "openvino"]
 Trajectory = Literal["none", "strip", "gif"]
 POSSIBLE = 178_000_000  # where the image library itself refuses
 
@@ -47,20 +48,26 @@ def purify(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     trajectory: Annotated[Trajectory, typer.Option(help="Also draw the way back.", show_default=False)] = "none",
+    backend: Annotated[
+        Backend,
+        typer.Option(help="What computes the network: torch, or onnx or openvino on the CPU.", show_default=False),
+    ] = "torch",
+    allow_code: Annotated[bool, typer.Option("--allow-code", help="Load a score that is a program.")] = False,
     device: Device = "auto",
     threads: Threads = None,
     quiet: Quiet = False,
 ) -> None:
     """Purify images of any size; damaged files are reported at the end, and a second run continues the first."""
     use_threads(threads)
-    where = use_device(device)
+    where = "cpu" if backend != "torch" and device == "auto" else use_device(device)
     from diffpure.data.images import LARGEST
+    from diffpure.exporting.make import backend_score
     from diffpure.files import purify_files
     from diffpure.purifiers.diffusion import Purifier
     from diffpure.scores.load import load_score
 
     way = make_sampler(sampler, t_star, steps)
-    purifier = Purifier(load_score(model, like=like), way).to(where)
+    purifier = Purifier(backend_score(load_score(model, like=like, allow_code=allow_code), backend), way).to(where)
     with Bars(quiet) as bars:
         report = purify_files(
             purifier,
@@ -71,7 +78,7 @@ def purify(
             batch=batch,
             max_pixels=max_pixels or LARGEST,
             device=where,
-            settings=_settings(model, like, sampler, way),
+            settings=_settings(model, like, sampler, way) | ({} if backend == "torch" else {"backend": backend}),
             overwrite=overwrite,
             on_image=None if trajectory == "none" else _drawer(purifier, trajectory, where),
             progress=bars,
@@ -97,6 +104,8 @@ def _settings(model: str, like: str | None, name: str, sampler: Sampler) -> dict
     from diffpure.models.checkpoints import sha256
 
     weights = {"weights": sha256(Path(model))} if Path(model).is_file() else {}
+    if model.endswith(".xml") and (beside := Path(model).with_suffix(".bin")).is_file():
+        weights["weights"] += sha256(beside)  # OpenVINO's two files
     return {"model": model, "like": like, **weights, "sampler": name, **asdict(sampler)}  # type: ignore[call-overload]
 
 

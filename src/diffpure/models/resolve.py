@@ -30,7 +30,7 @@ from diffpure.models.checkpoints import LAYOUTS, check_state, frozen, load_state
 from diffpure.models.code import checked_arguments, is_code, load_object, require_code_allowed
 
 Load = Callable[[Path], nn.Module]
-WEIGHTS: Final = frozenset({".pt", ".pth", ".ckpt", ".onnx", ".safetensors", ".bin", ".py"})  # how a file ends
+WEIGHTS: Final = frozenset({".pt", ".pth", ".ckpt", ".onnx", ".xml", ".safetensors", ".bin", ".py"})  # how a file ends
 
 
 @final

@@ -267,5 +267,5 @@ class DDPMScore(EpsilonScore):
         return self.epsilon_step(x, (t * self.steps - 1).clamp(0, self.steps - 1))
 
     def epsilon_step(self, x: Tensor, i: Tensor) -> Tensor:
-        out: Tensor = self.network(x, i.to(x.device).expand(len(x)))
+        out: Tensor = self.network(x, i.to(x.device).expand(x.shape[0]))
         return out

@@ -209,5 +209,5 @@ class DDPMppScore(EpsilonScore):
         return cls(DDPMpp.from_config(config), sde, data["image_size"], data["num_channels"])
 
     def epsilon(self, x: Tensor, t: Tensor) -> Tensor:
-        out: Tensor = self.network(x, (999 * t).to(device=x.device, dtype=torch.float32).expand(len(x)))
+        out: Tensor = self.network(x, (999 * t).to(device=x.device, dtype=torch.float32).expand(x.shape[0]))
         return out

@@ -69,7 +69,7 @@ class DenoiserScore(EpsilonScore):
         self._tried = self._exceeded = False
 
     def epsilon(self, x: Tensor, t: Tensor) -> Tensor:
-        sigma = self.sde.sigma(t).expand(len(x))
+        sigma = self.sde.sigma(t).expand(x.shape[0])
         if not self._tried:
             self._tried = True
             self._try(x.detach())

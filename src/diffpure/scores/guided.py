@@ -218,7 +218,7 @@ class GuidedScore(EpsilonScore):
         return eps, f * over(chain.beta_of_step(i).log(), x) + (1 - f) * over(posterior.log(), x)
 
     def _outputs(self, x: Tensor, i: Tensor) -> Tensor:
-        out: Tensor = self.network(x, i.to(x.device).expand(len(x)))
+        out: Tensor = self.network(x, i.to(x.device).expand(x.shape[0]))
         return out
 
 

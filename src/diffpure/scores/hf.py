@@ -56,7 +56,7 @@ class HFScore(EpsilonScore):
         return self._epsilon(x, i, (i.to(torch.float64) + 1) / self.steps)
 
     def _epsilon(self, x: Tensor, i: Tensor, t: Tensor) -> Tensor:
-        predicted = self.network(x, i.to(device=x.device, dtype=torch.float32).expand(len(x)), return_dict=False)[0]
+        predicted = self.network(x, i.to(device=x.device, dtype=torch.float32).expand(x.shape[0]), return_dict=False)[0]
         if predicted.shape != x.shape:
             raise InputError(
                 f"The network returned {tuple(predicted.shape)} for images {tuple(x.shape)}; one that also predicts a "

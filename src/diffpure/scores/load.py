@@ -18,6 +18,7 @@ from diffpure.models.resolve import Family, resolve
 from diffpure.scores import hf
 from diffpure.scores.ddpm import DDPMScore
 from diffpure.scores.ddpmpp import DDPMppScore
+from diffpure.scores.exported import PROGRAMS
 from diffpure.scores.guided import GuidedScore
 from diffpure.scores.photos import PhotoUNet
 from diffpure.scores.small import SmallUNet
@@ -66,4 +67,11 @@ ARCHITECTURES: Final[dict[str, Callable[..., EpsilonScore]]] = {
     "guided_unet": GuidedScore.from_config,
     "ddpm": DDPMScore.from_config,
 }
-SCORES: Final = Family(kind="score", architectures=ARCHITECTURES, adopt=_adopt, folder=hf.load_folder, hub=hf.load_hub)
+SCORES: Final = Family(
+    kind="score",
+    architectures=ARCHITECTURES,
+    adopt=_adopt,
+    programs=PROGRAMS,
+    folder=hf.load_folder,
+    hub=hf.load_hub,
+)

@@ -81,7 +81,7 @@ class PhotoUNet(PreconditionedScore):
 
     def network(self, x: Tensor, level: Tensor) -> Tensor:
         height, width = x.shape[-2:]
-        level = self.embed(level.to(x.dtype).expand(len(x)))
+        level = self.embed(level.to(x.dtype).expand(x.shape[0]))
         h = F.pixel_unshuffle(mirrored(x, height + -height % self.stride, width + -width % self.stride), 2)
         h = self.door(h.contiguous(memory_format=torch.channels_last))
         skips = []

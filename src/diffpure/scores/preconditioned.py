@@ -30,10 +30,11 @@ class PreconditionedScore(EpsilonScore):
     """ε̂(x, t) from a network F of the noise level; subclasses implement `network`."""
 
     def epsilon(self, x: Tensor, t: Tensor) -> Tensor:
-        sigma = torch.exp(-self.sde.log_snr(t))
+        level = self.sde.log_snr(t)
+        sigma = torch.exp(-level)
         power = sigma**2 + SIGMA_DATA**2
         z = x * over(torch.exp(self.sde.gamma(t)), x)
-        residual = self.network(z * over(power.rsqrt(), x), -torch.log(sigma))
+        residual = self.network(z * over(power.rsqrt(), x), level)
         return over(sigma / power, x) * z - over(SIGMA_DATA * power.rsqrt(), x) * residual
 
     @abstractmethod

@@ -59,7 +59,7 @@ class SmallUNet(PreconditionedScore):
 
     def network(self, x: Tensor, level: Tensor) -> Tensor:
         """F: the bare UNet on x (B, C, S, S) of unit variance at log signal-to-noise ratios `level` (B,)."""
-        level = self.embed(level.to(x.dtype).expand(len(x)))
+        level = self.embed(level.to(x.dtype).expand(x.shape[0]))
         h = self.door(x.contiguous(memory_format=torch.channels_last))
         skips = []
         for block, shrink in zip(self.down, self.shrink, strict=True):
