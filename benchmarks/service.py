@@ -276,6 +276,7 @@ def hostilities(port: int, first: int, count: int) -> dict[str, Any]:
     """Every third request is hostile; `stuck` ones are few, because each waits for the time of a body."""
     files, pixels = images(16), bomb(1900)
     huge = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0))
+    huge += chunk(b"IDAT", bytes(20))
     works = []
     for i in range(first, first + count):
         turn = i // 3

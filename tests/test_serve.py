@@ -27,9 +27,9 @@ from diffpure.errors import InputError
 from diffpure.experiments.spec import ModelSpec
 from diffpure.serve.app import make_app
 from diffpure.serve.limits import Limits, Refusal
-from diffpure.serve.load import Plan
+from diffpure.serve.load import Even, Plan
 from pictures import encoded, identity, noisy, smooth
-from serving import PNG, asked, posted, service
+from serving import PNG, Slow, asked, posted, service
 from test_files import damaged_files, odd_images
 
 MEDIA = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "BMP": "image/bmp", "TIFF": "image/tiff",
@@ -187,7 +187,7 @@ def test_a_service_whose_model_is_gone_is_not_healthy():
 @pytest.mark.parametrize("name", sorted(name for name in damaged_files() if not name.endswith(("npz", "tar"))))
 def test_damaged_files_are_refused_in_one_sentence(name):
     answer = posted(service(), "/purify", damaged_files()[name])
-    assert answer.status_code == {"empty.png": 400, "huge.png": 413}.get(name, 422)
+    assert answer.status_code == (400 if name == "empty.png" else 422)
     one_sentence(answer)
 
 
@@ -209,6 +209,20 @@ def test_what_is_refused_before_it_is_decoded():
     }  # fmt: skip
     for answer in answers.values():
         one_sentence(answer)
+
+
+def test_an_image_is_refused_by_the_pixels_and_tiles_that_it_claims():
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0))
+    bomb = b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", bytes(10))
+
+    async def ask(client):
+        tiles = encoded(smooth(64, 64))
+        return [await client.post("/purify", content=data, headers=PNG) for data in (bomb, tiles)]
+
+    pixels, tiles = asked(service(limits={"tiles": 20}), ask)
+    assert pixels.status_code == tiles.status_code == 413
+    assert one_sentence(pixels) == "The image says it is 3,600,000,000 pixels; at most 4,000,000 are accepted."
+    assert re.fullmatch(r"An image of 64×64 pixels is \d+ tiles; at most 20 are accepted.", one_sentence(tiles))
 
 
 @pytest.mark.parametrize(
@@ -391,6 +405,29 @@ def test_a_plan_loads_the_models_of_a_spec_with_the_names_of_its_classes():
     assert answer["names"] == list(dp.class_names())
     assert len(answer["logits"]) == 10
     assert sum(answer["probabilities"]) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("backend", ["onnx", "openvino"])
+def test_another_runtime_computes_the_same(backend, tmp_path, monkeypatch):
+    pytest.importorskip({"onnx": "onnxruntime"}.get(backend, backend))
+    pytest.importorskip("onnxscript")
+    monkeypatch.setenv("DIFFPURE_CACHE", str(tmp_path))
+    model = ModelSpec(classifier="cifar10-resnet", score="cifar10-small", sampler="one-shot")
+    ours, theirs = (Plan(model=model, backend=name).service()._model.purifier for name in ("torch", backend))
+    images = dp.samples(3)[0]
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(images, [1, 2, 3]), ours(images, [1, 2, 3]), atol=1e-3, rtol=0)
+    with pytest.raises(InputError, match="leave --backend out"):
+        Plan(model=ModelSpec(classifier="cifar10-resnet", purifier="blur"), backend=backend).service()
+
+
+def test_a_score_is_called_with_powers_of_two():
+    score = Slow(0)
+    even, x = Even(score), torch.rand(5, 3, 16, 16)
+    t = torch.full((5,), 0.1, dtype=torch.float64)
+    torch.testing.assert_close(even(x, t), score(x, t))
+    assert even.epsilon_step(x[:1], torch.tensor([5])).shape == (1, 3, 16, 16)
+    assert score.calls == [8, 5, 1]
 
 
 def test_a_refusal_survives_a_pickle():

@@ -35,6 +35,9 @@ def serve(
         Fit, typer.Option(help="Other sizes; auto: tiles above twice the size.", show_default=False)
     ] = "auto",
     size: Annotated[int | None, typer.Option(min=1, help="Side of the images that are classified.")] = None,
+    backend: Annotated[
+        Literal["torch", "onnx", "openvino"], typer.Option(help="Computes the score.", show_default=False)
+    ] = "torch",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
     token_file: Annotated[Path | None, typer.Option(help=f"The token of clients; or {TOKEN}.")] = None,
@@ -44,6 +47,7 @@ def serve(
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds; beyond it 504.")] = 30.0,
     max_mib: Annotated[int, typer.Option(min=1, help="MiB per request; beyond it 413.")] = 16,
     max_pixels: Annotated[int, typer.Option(min=1, help="Per image; beyond it 413.")] = 4_000_000,
+    max_tiles: Annotated[int, typer.Option(min=1, help="Per image; beyond it 413.")] = 256,
     engine: Annotated[Literal["local", "ray"], typer.Option(help="Here, or Ray replicas.")] = "local",
     replicas: Annotated[int, typer.Option(min=1, help="Of the ray engine.")] = 2,
     address: Annotated[str | None, typer.Option(help="A Ray cluster; without one, Ray starts here.")] = None,
@@ -58,14 +62,28 @@ def serve(
     server, make_app = _import()
     from diffpure.serve.limits import MIB, Limits
 
-    size_limits: dict[str, int] = {"bytes": max_mib * MIB, "held": max(128, 8 * max_mib) * MIB, "pixels": max_pixels}
+    size_limits: dict[str, int] = {
+        "bytes": max_mib * MIB,
+        "held": max(128, 8 * max_mib) * MIB,
+        "pixels": max_pixels,
+        "tiles": max_tiles,
+    }
     limits = Limits(batch=batch, wait=wait / 1000, queue=queue, seconds=timeout, **size_limits)
     named = {"score": score, "classifier": classifier, "sampler": sampler, "t_star": t_star, "steps": steps}
-    where = "cpu" if engine == "ray" else use_device(device)
+    on_cpu = engine == "ray" or (backend != "torch" and device == "auto")
+    where = "cpu" if on_cpu else use_device(device)
     plan = _plan(
         spec,
         named,
-        {"draws": draws, "fit": fit, "size": size, "limits": limits, "device": where, "allow_code": allow_code},
+        {
+            "draws": draws,
+            "fit": fit,
+            "size": size,
+            "backend": backend,
+            "limits": limits,
+            "device": where,
+            "allow_code": allow_code,
+        },
     )
     listening = server.bind(host, port)  # first: a port that is taken is told before a model is loaded
     handler = _handler(plan, engine, replicas, address, gpus)
@@ -122,7 +140,7 @@ def _plan(spec: str | None, named: dict[str, Any], options: dict[str, Any]) -> P
         read, base = read_spec(spec)
         return Plan(model=read.model, data=read.data, base=base, **options)
     values: dict[str, Any] = {**MODELS, **given}
-    way = {"kind": values["sampler"], **{key: values[key] for key in ("t_star", "steps") if key in values}}
+    way: dict[str, Any] = {"kind": values["sampler"], **{key: values[key] for key in ("t_star", "steps") if key in values}}
     known = cards("classifier").get(values["classifier"])
     data = DataSpec() if known is not None and known.embedded else None  # those are all of CIFAR-10
     model = ModelSpec(score=values["score"], classifier=values["classifier"], sampler=way)

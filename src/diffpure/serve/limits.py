@@ -19,7 +19,8 @@ class Limits:
     batch: images that are purified together at most.   wait: seconds that the first of them waits for others.
     queue: images in the house at most, from the first byte of the decoder to the last of the encoder.
     seconds: the time of a request in the house, after which its work is stopped.   read: the time to send a body.
-    bytes: the size of a body.   pixels: of an image.   images: of a batch request.   held: bytes of all bodies that are
+    bytes: the size of a body.   pixels, tiles: of an image, where it is purified in tiles, each of which costs as much
+    as an image of the model's size.   images: of a batch request.   held: bytes of all bodies that are
     being read, and pixels of all images that wait.   decoders: processes that read image files, each with
     `decoder_memory` bytes beyond its code and `decoder_seconds` of CPU time per image.
     """
@@ -31,6 +32,7 @@ class Limits:
     read: float = 10.0
     bytes: int = 16 * MIB
     pixels: int = 4_000_000
+    tiles: int = 256
     images: int = 64
     held: int = 128 * MIB
     decoders: int = 2

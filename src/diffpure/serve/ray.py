@@ -10,6 +10,7 @@ is over: Ray's own HTTP proxy would answer 500 instead, which is why the process
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
 from typing import Any, Final, final
 
@@ -55,7 +56,11 @@ def application(plan: Plan, *, replicas: int = 2, cpus: float = 1, gpus: float =
 
     resources = {"num_cpus": cpus, "num_gpus": gpus}
     deployment = serve.deployment(
-        name=NAME, num_replicas=replicas, ray_actor_options=resources, max_ongoing_requests=plan.limits.queue
+        name=NAME,
+        num_replicas=replicas,
+        ray_actor_options=resources,
+        max_ongoing_requests=plan.limits.queue,
+        logging_config={"log_level": "ERROR", "enable_access_log": False},
     )
     return deployment(Replica).bind(replace(plan, device="cuda" if gpus else "cpu"), threads)
 
@@ -74,6 +79,7 @@ class Replicas:
         except ImportError as error:
             raise InputError('Replicas need Ray Serve; install it with `pip install "ray[serve]"`.') from error
         self._serve: Any = serve
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # what a user can mend is raised
         self._serve.start(proxy_location="Disabled")
         built = application(plan, replicas=replicas, cpus=threads, gpus=gpus, threads=threads)
         self._handle = self._serve.run(built, name=NAME, route_prefix=None)

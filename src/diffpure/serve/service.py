@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from diffpure.files.pictures import eight_bits
-from diffpure.files.tiles import Fit, as_floats, purify_images, way
+from diffpure.files.tiles import Fit, as_floats, count_tiles, purify_images, way
 from diffpure.noise import Noise
 from diffpure.purify import Defense
 from diffpure.serve.batching import Batcher, Watched, Work
@@ -170,6 +170,7 @@ class Service:
         """The purified image file, in the format that came."""
         async with self._door.open("purify"):
             picture = await self._decoders.picture(data)
+            self._check_tiles(*picture.pixels.shape[-2:])
             clean = await self._batcher.answer("purify", picture.pixels)
             return File(await self._decoders.encoded(picture, clean), TYPES[picture.format])
 
@@ -179,6 +180,16 @@ class Service:
             image = await self._decoders.rgb(data, self._size)
             answer: Classification = await self._batcher.answer("classify", image)
             return answer
+
+    def _check_tiles(self, height: int, width: int) -> None:
+        """Refuse an image that would keep the model from all others."""
+        size = self._model.purifier.size
+        if size is not None and way(height, width, size, self._fit) == "tiles":
+            tiles, most = count_tiles(height, width, size), self.limits.tiles
+            if tiles > most:
+                raise Refusal(
+                    413, f"An image of {width}×{height} pixels is {tiles:,} tiles; at most {most:,} are accepted."
+                )
 
     # ------------------------------------------------------------------------------------------ on the model's thread
 
