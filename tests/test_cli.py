@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -68,6 +69,7 @@ def cheap_world(tmp_path, monkeypatch):
     import diffpure.models.fetch
     import diffpure.scores.load
     from diffpure.data import cifar10
+    from diffpure.exporting import make
     from diffpure.training import recipes
 
     torch.manual_seed(0)
@@ -79,6 +81,8 @@ def cheap_world(tmp_path, monkeypatch):
     monkeypatch.setattr(diffpure.models.fetch, "fetch", lambda card, check, progress: tmp_path / card.file)
     monkeypatch.setattr(cifar10, "fetch", lambda say: say("fetched"))
     monkeypatch.setattr(cifar10, "load", lambda *_: None)
+    network = SimpleNamespace(data=b"a network", weights=b"", inputs=["x"])
+    monkeypatch.setattr(make, "export_score", lambda *_: (SimpleNamespace(network=network), 0.0))
     monkeypatch.setattr(recipes, "follow", lambda *_, **__: classifier)
     monkeypatch.setattr(recipes, "export", lambda *_: {"file": "x", "sha256": "0"})
     monkeypatch.chdir(tmp_path)
@@ -106,7 +110,13 @@ def test_the_example_in_the_help_works_as_typed(command, cheap_world, monkeypatc
     found = runner.invoke(cli.app, typed, catch_exceptions=False)
     assert found.exit_code == 0, found.output
     assert found.output.strip()
-    made = {"purify": "clean/teal.png", "report": "report.html", "demo": "out/report.html", "init": "mine.toml"}
+    made = {
+        "purify": "clean/teal.png",
+        "report": "report.html",
+        "demo": "out/report.html",
+        "init": "mine.toml",
+        "export": "score.onnx",
+    }
     assert (cheap_world / made.get(command[0], ".")).exists()
     if command == ("doctor",):
         assert json.loads(found.stdout)["first_image_seconds"] > 0

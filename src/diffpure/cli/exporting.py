@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from diffpure.diffusion.samplers import Sampler
     from diffpure.diffusion.score import ScoreModel
+    from diffpure.purifiers.exported import ExportedPurifier
     from diffpure.scores.exported import ExportedScore
 
 What = Literal["score", "purifier"]
@@ -26,7 +27,7 @@ TEST = 100  # other images on which it is compared with float32
 SQUARE = 128  # side of the squares that are cut from images for a score of any size
 
 
-@app.command(epilog="Example: diffpure export --format openvino --int8 -o score-int8.xml")
+@app.command(epilog="Example: diffpure export --score cifar10-small -o score.onnx")
 def export(
     out: Annotated[Path, typer.Option("--out", "-o", help="FILE.onnx, or FILE.xml (FILE.bin is written beside it).")],
     score: Annotated[
@@ -66,20 +67,18 @@ def export(
     from diffpure.scores.load import load_score
 
     way, network = make_sampler(sampler, t_star, steps), load_score(score, like=like, allow_code=allow_code)
+    made: ExportedScore | ExportedPurifier
     if int8:
         made, said = _quantised(network, way, images, classifier, allow_code)
     elif what == "score":
         made, worst = make.export_score(network, runtime)
         said = f"The noise differs from torch's by {worst:.1g} at most; {make.TOLERANCE:g} is accepted."
     else:
-        made, worst = make.export_purifier(Purifier(network, way), runtime)  # type: ignore[assignment]
+        made, worst = make.export_purifier(Purifier(network, way), runtime)
         said = f"Purified images differ from torch's by {worst:.1g} at most; {make.TOLERANCE:g} is accepted."
-    compiled = made.network
-    if runtime == "openvino" and not compiled.weights:
-        compiled = make.to_openvino(compiled)
-    for file in make.write(compiled, out):
+    for file in make.write(made.network, out):
         say(f"{file}: {file.stat().st_size:,} bytes")
-    say(f"Inputs: {', '.join(compiled.inputs)}. {said}")
+    say(f"Inputs: {', '.join(made.network.inputs)}. {said}")
 
 
 def _quantised(

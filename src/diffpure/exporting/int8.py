@@ -1,10 +1,11 @@
 """int8 by post-training quantisation (NNCF, for OpenVINO), and how far its purified images are from float32's.
 
-Weights (per channel) and activations become 8-bit integers whose ranges are taken from calibration inputs. These are
-the states that the network is asked about while images are purified, at every noise level that the sampler visits: a
-range that was seen at t* alone is wrong near t = 0. The first and the last convolution, which see the image and write
-the noise, and the embedding of the noise level stay in float32: they cost little, and their errors go straight into
-every pixel or scale whole channels.
+The convolutions' weights (per channel) and inputs become 8-bit integers whose ranges are taken from calibration inputs.
+These are the states that the network is asked about while images are purified, at every noise level that the sampler
+visits: a range that was seen at t* alone is wrong near t = 0. The first and the last convolution, which see the image
+and write the noise, and all that is no convolution stay in float32. With the norms and the noise level's part in int8
+as well, 40 images purified by cifar10-small (DDIM, five steps, t* = 0.1) differed from float32's by 5.6/255 on average
+and 11 of them changed class; with the convolutions alone by 0.26/255, and none did.
 
 int8 changes results. `compare` says by how much, on images with the same noise.
 """
@@ -32,6 +33,7 @@ from diffpure.scores.exported import ExportedScore
 
 STATES: Final = 300  # states of images, at most, that are looked at
 ROWS: Final = 10  # of them together
+CONVOLUTION: Final = "Convolution"  # OpenVINO's name
 
 
 def quantise(score: ScoreModel, sampler: AnySampler, images: Tensor, seeds: Sequence[int]) -> ExportedScore:
@@ -48,7 +50,7 @@ def quantise(score: ScoreModel, sampler: AnySampler, images: Tensor, seeds: Sequ
             nncf.Dataset(inputs),
             subset_size=len(inputs),
             preset=nncf.QuantizationPreset.MIXED,  # activations are not symmetric
-            ignored_scope=nncf.IgnoredScope(names=_kept(model)),
+            ignored_scope=_kept(nncf, model),
         )
 
     try:
@@ -89,16 +91,13 @@ class _Listening(ScoreWrapper):
         return super().epsilon_step(x, i)
 
 
-def _kept(model: Any) -> list[str]:
-    """What stays in float32: the first and the last convolution, and the products of vectors, the noise level's."""
+def _kept(nncf: Any, model: Any) -> Any:
+    """What stays in float32: the first and the last convolution, and all that is no convolution."""
     nodes = model.get_ordered_ops()
-    convolutions = [node.get_friendly_name() for node in nodes if "Convolution" in node.get_type_name()]
-    levels = [
-        node.get_friendly_name()
-        for node in nodes
-        if node.get_type_name() == "MatMul" and node.get_output_partial_shape(0).rank.get_length() == 2
-    ]
-    return [*convolutions[:1], *convolutions[-1:], *levels]
+    convolutions = [node.get_friendly_name() for node in nodes if node.get_type_name() == CONVOLUTION]
+    others = sorted({node.get_type_name() for node in nodes} - {CONVOLUTION, "Constant", "Parameter", "Result"})
+    names = [convolutions[0], convolutions[-1]] if convolutions else []
+    return nncf.IgnoredScope(names=names, types=others, validate=False)
 
 
 @final

@@ -7,15 +7,19 @@ A file whose network differs from torch's by more than TOLERANCE (of ε̂, whose
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from diffpure.diffusion.score import ScoreModel
+from diffpure.diffusion.sde import STEPS, over
 from diffpure.disk import home, one_sentence, write_whole
 from diffpure.errors import InputError
 from diffpure.exporting.graphs import example, purifier_graph, score_graph
@@ -33,13 +37,13 @@ REVISION: Final = 1  # of what is written, for names in the cache
 
 def export_score(score: ScoreModel, runtime: Runtime = "onnx") -> tuple[ExportedScore, float]:
     """The score as a network of that runtime, and by how much it differs from torch, at most."""
-    exported = ExportedScore(Compiled(runtime, score_graph(score), origin=_name(score)))
+    exported = ExportedScore(_network(score_graph(score), runtime, _name(score)))
     return exported, check_score(score, exported)
 
 
 def export_purifier(purifier: Purifier, runtime: Runtime = "onnx") -> tuple[ExportedPurifier, float]:
     """The purifier as a network of that runtime, and by how much its images differ from torch's, at most."""
-    exported = ExportedPurifier(Compiled(runtime, purifier_graph(purifier), origin=_name(purifier.score)))
+    exported = ExportedPurifier(_network(purifier_graph(purifier), runtime, _name(purifier.score)))
     return exported, check_purifier(purifier, exported)
 
 
@@ -58,7 +62,8 @@ def backend_score(score: ScoreModel, backend: str) -> ScoreModel:
         cached = ExportedScore(Compiled(runtime, file.read_bytes(), origin=_name(score)))
         check_score(score, cached)
         return cached
-    exported, _ = export_score(score, runtime)
+    exported = ExportedScore(Compiled(runtime, score_graph(score), origin=_name(score)))
+    check_score(score, exported)
     with contextlib.suppress(OSError):  # without a cache it is exported every time
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, exported.network.data)
@@ -73,26 +78,21 @@ def cache_file(score: ScoreModel) -> Path:
 
 @torch.no_grad()
 def check_score(score: ScoreModel, exported: ExportedScore) -> float:
-    """The largest difference of ε̂ from torch's, in units of its largest value where that is above 1; refused above
-    TOLERANCE."""
+    """The largest difference of ε̂ from torch's, of its largest value where that is above 1; refused above TOLERANCE."""
     worst = 0.0
-    for batch in BATCHES:
-        for strides in ((5, 6), (4, 9)):
-            x = example(score, batch, strides)
-            if score.size is None:  # any size: the backend mirrors the image to a multiple of the stride
-                x = x[..., : x.shape[-2] - batch, : x.shape[-1] - 1]
-            for t in TIMES:
-                times = torch.full((batch,), t, dtype=torch.float64)
-                steps = (1000 * times - 1).round().clamp(min=0).long()
-                # of scores, because that is what every score model has; times std(t) it is the noise
-                std = score.sde.std(times)[:, None, None, None].float()
-                for ours, theirs in (
-                    (std * exported(x, times), std * score(x, times)),
-                    (exported.epsilon_step(x, steps), score.epsilon_step(x, steps)),
-                ):
-                    worst = max(worst, _difference(ours, theirs))
-            if score.size is not None:
-                break
+    for batch, strides in itertools.product(BATCHES, ((5, 6), (4, 9)) if score.size is None else ((0, 0),)):
+        x = example(score, batch, strides)
+        if score.size is None:  # the backend mirrors the image to a multiple of the stride
+            x = x[..., : x.shape[-2] - batch, : x.shape[-1] - 1]
+        for t in TIMES:
+            times = torch.full((batch,), t, dtype=torch.float64)
+            steps = (STEPS * times - 1).round().clamp(min=0).long()
+            std = over(score.sde.std(times), x)  # which makes the noise of a score
+            worst = max(
+                worst,
+                _difference(std * exported(x, times), std * score(x, times)),
+                _difference(exported.epsilon_step(x, steps), score.epsilon_step(x, steps)),
+            )
     return _accepted(worst, exported.title)
 
 
@@ -130,13 +130,20 @@ def to_openvino(network: Compiled, change: Callable[[Any], Any] = lambda model: 
         return Compiled("openvino", file.read_bytes(), file.with_suffix(".bin").read_bytes(), origin=network.origin)
 
 
-def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest difference, of the largest value where that is above 1."""
-    return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1))
+def _network(data: bytes, runtime: Runtime, origin: str) -> Compiled:
+    """ONNX as a network in the format of the runtime."""
+    network = Compiled(runtime, data, origin=origin)
+    return network if runtime == "onnx" else to_openvino(network)
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference, of the largest value where that is above 1; infinite where anything is not finite."""
+    worst = float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1))
+    return worst if math.isfinite(worst) else math.inf
 
 
 def _accepted(worst: float, title: str) -> float:
-    if not worst <= TOLERANCE:  # nor is NaN
+    if worst > TOLERANCE:
         raise InputError(f"{title} differs from torch by {worst:.2g}, and up to {TOLERANCE:g} is accepted.")
     return worst
 

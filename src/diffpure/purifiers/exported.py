@@ -30,13 +30,13 @@ class ExportedPurifier(PurifierBase):
         if info.get("what") != "purifier":
             raise InputError(f"{network.origin} holds a {info.get('what')}, where a purifier is wanted.")
         try:
-            self_size, self_channels, stride = info["size"], info["channels"], int(info["stride"])
+            size, channels, stride = info["size"], info["channels"], max(1, int(info["stride"]))
             title, draws, rounds = str(info["title"]), [int(step) for step in info["draws"]], int(info["rounds"])
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"{network.origin} does not say which images and noise its purifier takes.") from error
         super().__init__(gradient, rounds=rounds)
         self.draws, self.stride, self.runtime = draws, stride, network.runtime
-        self._size, self._channels, self._title, self._network = self_size, self_channels, title, network
+        self._size, self._channels, self._title, self._network = size, channels, title, network
         setattr(self, SOURCE, network.sha256)
 
     @property
@@ -73,8 +73,10 @@ class ExportedPurifier(PurifierBase):
 
     def _run(self, x: Tensor, noise: Noise) -> Tensor:
         refuse_gradient(x, self._network.origin)
-        inputs = {"images": x.float(), "noise": torch.stack([noise(step, x.float()) for step in self.draws], 1)}
-        return self._network({name: inputs[name] for name in self._network.inputs}).to(x)
+        inputs = {"images": x.float()}
+        if self.draws:
+            inputs["noise"] = torch.stack([noise(step, inputs["images"]) for step in self.draws], 1)
+        return self._network(inputs).to(x)
 
 
 def load_purifier(path: str | Path, runtime: Runtime | None = None, *, allow_code: bool = False) -> ExportedPurifier:

@@ -34,7 +34,7 @@ class ExportedScore(EpsilonScore):
             raise InputError(f"{network.origin} holds a {info.get('what')}, where a score is wanted.")
         try:
             super().__init__(schedule_of(info["schedule"]), info["size"], info["channels"])
-            self.stride = int(info["stride"])
+            self.stride = max(1, int(info["stride"]))
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"{network.origin} does not say which schedule and size its score has.") from error
         if isinstance(reach := info.get("receptive_field"), int):
