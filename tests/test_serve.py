@@ -413,12 +413,12 @@ def test_another_runtime_computes_the_same(backend, tmp_path, monkeypatch):
     pytest.importorskip("onnxscript")
     monkeypatch.setenv("DIFFPURE_CACHE", str(tmp_path))
     model = ModelSpec(classifier="cifar10-resnet", score="cifar10-small", sampler="one-shot")
-    ours, theirs = (Plan(model=model, backend=name).service()._model.purifier for name in ("torch", backend))
+    ours, theirs = (Plan(model=model, backend=name).defense().purifier for name in ("torch", backend))
     images = dp.samples(3)[0]
     with torch.no_grad():
         torch.testing.assert_close(theirs(images, [1, 2, 3]), ours(images, [1, 2, 3]), atol=1e-3, rtol=0)
     with pytest.raises(InputError, match="leave --backend out"):
-        Plan(model=ModelSpec(classifier="cifar10-resnet", purifier="blur"), backend=backend).service()
+        Plan(model=ModelSpec(classifier="cifar10-resnet", purifier="blur"), backend=backend).defense()
 
 
 def test_a_score_is_called_with_powers_of_two():

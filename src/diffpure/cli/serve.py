@@ -140,7 +140,10 @@ def _plan(spec: str | None, named: dict[str, Any], options: dict[str, Any]) -> P
         read, base = read_spec(spec)
         return Plan(model=read.model, data=read.data, base=base, **options)
     values: dict[str, Any] = {**MODELS, **given}
-    way: dict[str, Any] = {"kind": values["sampler"], **{key: values[key] for key in ("t_star", "steps") if key in values}}
+    way: dict[str, Any] = {
+        "kind": values["sampler"],
+        **{key: values[key] for key in ("t_star", "steps") if key in values},
+    }
     known = cards("classifier").get(values["classifier"])
     data = DataSpec() if known is not None and known.embedded else None  # those are all of CIFAR-10
     model = ModelSpec(score=values["score"], classifier=values["classifier"], sampler=way)
@@ -150,6 +153,6 @@ def _plan(spec: str | None, named: dict[str, Any], options: dict[str, Any]) -> P
 def _handler(plan: Plan, engine: str, replicas: int, address: str | None, gpus: float) -> Handler:
     if engine == "local":
         return plan.service()
-    from diffpure.serve.ray import Replicas
+    from diffpure.serve.ray import connect
 
-    return Replicas(plan, replicas=replicas, address=address, gpus=gpus)
+    return connect(plan, replicas=replicas, address=address, gpus=gpus)

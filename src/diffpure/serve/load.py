@@ -46,24 +46,29 @@ class Plan:
 
     def service(self) -> Service:
         """The service, with its model loaded."""
-        loader = Loader(base=self.base, device=self.device, allow_code=self.allow_code)
-        model = loader.model(self.model)
+        model = self.defense()
+        size = self.size or (self.data.size if self.data else None) or model.purifier.size
+        names, device = self._names(), self.device
+        return Service(model, self.limits, draws=self.draws, fit=self.fit, size=size, names=names, device=device)
+
+    def defense(self) -> Defense:
+        """The model itself."""
+        model = self._loader.model(self.model)
         if not isinstance(model, Defense):
             raise InputError("A service purifies, so that its [model] needs a score or a purifier.")
-        if self.backend != "torch":
-            model = _computed(model, self.backend)
-        size = self.size or (self.data.size if self.data else None) or model.purifier.size
-        return Service(
-            model, self.limits, draws=self.draws, fit=self.fit, size=size, names=self._names(loader), device=self.device
-        )
+        return model if self.backend == "torch" else _computed(model, self.backend)
 
-    def _names(self, loader: Loader) -> tuple[str, ...]:
+    @property
+    def _loader(self) -> Loader:
+        return Loader(base=self.base, device=self.device, allow_code=self.allow_code)
+
+    def _names(self) -> tuple[str, ...]:
         """The names of the classes, where the images of the spec are at hand to tell them."""
         if self.data is None:
             return ()
         with contextlib.suppress(InputError):
             spec = EvaluationSpec(model=self.model, data=replace(self.data, images="0", subset=None))
-            return loader.data(spec).class_names
+            return self._loader.data(spec).class_names
         return ()
 
 

@@ -10,7 +10,9 @@ is over: Ray's own HTTP proxy would answer 500 instead, which is why the process
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, final
 
@@ -18,7 +20,7 @@ import torch
 
 from diffpure.errors import InputError
 from diffpure.evaluation.engine import Ray, import_ray
-from diffpure.serve.limits import Refusal
+from diffpure.serve.limits import Limits, Refusal
 from diffpure.serve.load import Plan
 from diffpure.serve.metrics import Metrics
 from diffpure.serve.service import Classification, Door, File, Kind
@@ -52,8 +54,7 @@ class Replica:
 def application(plan: Plan, *, replicas: int = 2, cpus: float = 1, gpus: float = 0, threads: int = 1) -> Any:
     """The Ray Serve application of a plan, whose handle answers images; it has no HTTP of its own."""
     import_ray()
-    from ray import serve
-
+    serve: Any = importlib.import_module("ray.serve")
     resources = {"num_cpus": cpus, "num_gpus": gpus}
     deployment = serve.deployment(
         name=NAME,
@@ -65,28 +66,41 @@ def application(plan: Plan, *, replicas: int = 2, cpus: float = 1, gpus: float =
     return deployment(Replica).bind(replace(plan, device="cuda" if gpus else "cpu"), threads)
 
 
+def connect(plan: Plan, *, replicas: int = 2, address: str | None = None, gpus: float = 0) -> Replicas:
+    """The handler of replicas in the cluster at `address`, or in one that is started on this machine."""
+    ray, threads = import_ray(), torch.get_num_threads()
+    ours = Ray(address=address, gpus=gpus, workers=replicas).connect(ray)
+    try:
+        serve: Any = importlib.import_module("ray.serve")
+    except ImportError as error:
+        raise InputError("Replicas need Ray Serve; install it with `pip install 'ray[serve]'`.") from error
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # what a user can mend is raised
+    serve.start(proxy_location="Disabled")
+    built = application(plan, replicas=replicas, cpus=threads, gpus=gpus, threads=threads)
+    handle = serve.run(built, name=NAME, route_prefix=None)
+
+    def end() -> None:
+        serve.delete(NAME)
+        if ours:
+            serve.shutdown()
+            ray.shutdown()
+
+    # Every replica has a queue of its own; the door of this process is as wide as all of them.
+    limits = replace(plan.limits, queue=replicas * plan.limits.queue)
+    return Replicas(handle, limits, ray.exceptions.RayActorError, end)
+
+
 @final
 class Replicas:
-    """The handler that computes on replicas; joins the cluster at `address`, or starts one on this machine."""
+    """The handler that computes on replicas: those behind a handle of Ray Serve.
 
-    def __init__(self, plan: Plan, *, replicas: int = 2, address: str | None = None, gpus: float = 0) -> None:
-        self._ray = import_ray()
-        threads = torch.get_num_threads()
-        cluster = Ray(address=address, gpus=gpus, workers=replicas)
-        self._ours = cluster.connect(self._ray)
-        try:
-            from ray import serve
-        except ImportError as error:
-            raise InputError('Replicas need Ray Serve; install it with `pip install "ray[serve]"`.') from error
-        self._serve: Any = serve
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # what a user can mend is raised
-        self._serve.start(proxy_location="Disabled")
-        built = application(plan, replicas=replicas, cpus=threads, gpus=gpus, threads=threads)
-        self._handle = self._serve.run(built, name=NAME, route_prefix=None)
-        # Every replica has a queue of its own; the door of this process is as wide as all of them.
-        self.limits, self.metrics = plan.limits, Metrics()
-        self._door = Door(replace(plan.limits, queue=replicas * plan.limits.queue), self.metrics)
-        self.ready = True
+    lost: what is raised where a replica is gone.   end: what takes the replicas from the cluster.
+    """
+
+    def __init__(self, handle: Any, limits: Limits, lost: type[Exception], end: Callable[[], None]) -> None:
+        self.limits, self.metrics, self.ready = limits, Metrics(), True
+        self._handle, self._lost, self._end = handle, lost, end
+        self._door = Door(limits, self.metrics)
 
     async def start(self) -> None:
         """Nothing: the replicas are there."""
@@ -117,15 +131,9 @@ class Replicas:
                 except asyncio.CancelledError:
                     response.cancel()
                     raise
-                except self._ray.exceptions.RayActorError:  # the replica is gone; another one does it
+                except self._lost:  # the replica is gone; another one does it
                     await asyncio.sleep(_PAUSE)
                     continue
                 if isinstance(answer, Refusal):
                     raise answer
                 return answer
-
-    def _end(self) -> None:
-        self._serve.delete(NAME)
-        if self._ours:
-            self._serve.shutdown()
-            self._ray.shutdown()
