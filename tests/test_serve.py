@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("fastapi", reason="the service is an optional extra")
 pytest.importorskip("prometheus_client", reason="the service is an optional extra")
+pytest.importorskip("httpx", reason="the client of the tests")
 
 import diffpure as dp
 from diffpure.cli import app as commands
@@ -28,7 +29,7 @@ from diffpure.experiments.spec import ModelSpec
 from diffpure.serve.app import make_app
 from diffpure.serve.limits import Limits, Refusal
 from diffpure.serve.load import Even, Plan
-from pictures import encoded, identity, noisy, smooth
+from pictures import encoded, noisy, smooth
 from serving import PNG, Slow, asked, posted, service
 from test_files import damaged_files, odd_images
 
@@ -435,8 +436,3 @@ def test_a_refusal_survives_a_pickle():
 
     refusal = pickle.loads(pickle.dumps(Refusal(503, "Busy.", 1)))
     assert (refusal.status, refusal.sentence, refusal.retry_after) == (503, "Busy.", 1)
-
-
-def test_the_identity_of_the_tests_is_one():
-    x = torch.rand(2, 3, 16, 16)
-    torch.testing.assert_close(identity()(x, [0, 1]), x)

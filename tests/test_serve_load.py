@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import urllib.request
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -21,10 +22,12 @@ import torch
 
 pytest.importorskip("fastapi", reason="the service is an optional extra")
 pytest.importorskip("prometheus_client", reason="the service is an optional extra")
+pytest.importorskip("httpx", reason="the client of the tests")
 
 import diffpure as dp
 from diffpure.serve.batching import Batcher, Stopped, Watched
 from diffpure.serve.limits import Refusal
+from diffpure.serve.server import cut_idle
 from pictures import encoded, noisy, smooth
 from serving import PNG, Slow, asked, client, service
 
@@ -233,6 +236,30 @@ def test_a_late_refusal_reaches_its_own_work_only():
 
     first, second = asyncio.run(run())
     assert (first.status, second) == (422, "yes")
+
+
+def test_connections_without_a_request_are_cut():
+    class Connection:
+        cycle, cut = None, False
+
+        @property
+        def transport(self):
+            return self
+
+        def abort(self):
+            self.cut = True
+
+    class Cycle:
+        def __init__(self, complete):
+            self.response_complete = complete
+
+    idle, silent, busy, reused = WeakKeyDictionary(), Connection(), Connection(), Connection()
+    busy.cycle, reused.cycle = Cycle(False), Cycle(True)
+    for now in (0.0, 20.0, 31.0):
+        if now == 20.0:
+            reused.cycle = Cycle(True)  # another request came and was answered
+        cut_idle({silent, busy, reused}, idle, now, 30.0)
+    assert (silent.cut, busy.cut, reused.cut) == (True, False, False)
 
 
 # ------------------------------------------------------------------------------------------------- a real server

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the service is an optional extra")
 pytest.importorskip("prometheus_client", reason="the service is an optional extra")
+pytest.importorskip("httpx", reason="the client of the tests")
 
 from diffpure.serve.limits import Limits, Refusal
 from diffpure.serve.ray import Replicas

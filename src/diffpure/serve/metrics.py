@@ -32,4 +32,5 @@ class Metrics:
 
     def text(self) -> bytes:
         """The page that Prometheus asks for."""
-        return generate_latest(self._registry)
+        text: bytes = generate_latest(self._registry)
+        return text

@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +15,8 @@ from fastapi import FastAPI
 
 from diffpure.errors import InputError
 from diffpure.serve.limits import Limits
+
+Idle = WeakKeyDictionary[Any, tuple[Any, float]]
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -45,20 +48,26 @@ def listen(app: FastAPI, at: socket.socket, limits: Limits) -> None:
         timeout_notify=1,
     )
     server = uvicorn.Server(config)
-    idle: WeakKeyDictionary[Any, tuple[Any, float]] = WeakKeyDictionary()
+    idle: Idle = WeakKeyDictionary()
 
-    async def cut_idle() -> None:
-        """Cut connections that have had no request under way for too long: headers, or readers, that never end."""
-        now = time.monotonic()
-        for connection in list(server.server_state.connections):
-            cycle = getattr(connection, "cycle", None)
-            if cycle is not None and not cycle.response_complete:
-                idle.pop(connection, None)
-            elif idle.setdefault(connection, (cycle, now))[0] is not cycle:
-                idle[connection] = (cycle, now)
-            elif now - idle[connection][1] > limits.seconds:
-                connection.transport.abort()
+    async def tidy() -> None:
+        cut_idle(server.server_state.connections, idle, time.monotonic(), limits.seconds)
 
-    config.callback_notify = cut_idle
+    config.callback_notify = tidy
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # raised by uvicorn once everything is answered
     server.run(sockets=[at])
+
+
+def cut_idle(connections: Iterable[Any], idle: Idle, now: float, longest: float) -> None:
+    """Cut connections that have had no request under way for too long: headers, or readers, that never end.
+
+    idle: since when, and after which request, a connection of uvicorn has had nothing to do.
+    """
+    for connection in list(connections):
+        cycle = connection.cycle
+        if cycle is not None and not cycle.response_complete:
+            idle.pop(connection, None)
+        elif idle.setdefault(connection, (cycle, now))[0] is not cycle:
+            idle[connection] = (cycle, now)
+        elif now - idle[connection][1] > longest:
+            connection.transport.abort()
