@@ -1,11 +1,11 @@
 """Time per image and purified accuracy of a score on torch, ONNX Runtime and OpenVINO, float32 and int8.
 
 Times are those of one call of the score (ε̂, no gradient), per image: medians over interleaved rounds in one process
-per number of threads. Then the embedded test images are purified twice each with the same noise by float32 torch and
-by each other variant, and the classifier's answers are compared pair by pair: accuracy of both, how many images change
-class, and how many pairs are right on one side only (McNemar's discordant pairs).
+per number of threads. Then embedded test images are purified several times each, with the same noise, by float32 torch
+and by each other variant, and the classifier's answers are compared pair by pair: accuracy of both, how many images
+change class, and how many pairs are right on one side only (McNemar's discordant pairs).
 
-    python benchmarks/exported.py --out exported.jsonl [--rounds 30] [--images 500] [--seeds 2] [--threads 1 2]
+    python benchmarks/exported.py --out exported.jsonl [--rounds 30] [--images 400] [--seeds 3] [--threads 1 2]
     python benchmarks/exported.py --out tiny.jsonl --tiny
 
 One JSON line for each finished piece; the same command goes on where a killed one stopped.
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--images", type=int, default=400)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--tiny", action="store_true", help="two rounds, four images, one seed, two steps")
     parser.add_argument("--piece", help=argparse.SUPPRESS)

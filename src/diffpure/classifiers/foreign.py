@@ -21,6 +21,7 @@ from diffpure.classifiers.normalize import Normalize
 from diffpure.errors import InputError
 from diffpure.models.checkpoints import sha256
 from diffpure.models.code import SOURCE
+from diffpure.models.runtime import no_gradient
 
 
 @final
@@ -38,23 +39,7 @@ class Classifier(nn.Module):
         if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(x):
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise InputError(f"{self.name} returned {got} for {len(x)} images, but logits (B, K) are expected.")
-        if x.requires_grad and torch.is_grad_enabled() and not logits.requires_grad:
-            refused: Tensor = _NoGradient.apply(x, logits, self.name)  # type: ignore[no-untyped-call]
-            return refused
-        return logits
-
-
-class _NoGradient(torch.autograd.Function):
-    """Logits that came without a graph: their gradient is refused, where autograd alone would be silent."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, logits: Tensor, name: str) -> Tensor:
-        ctx.name = name
-        return logits.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        raise InputError(f"{ctx.name} gives no gradients; only black-box attacks can be run on it.")
+        return logits if logits.requires_grad else no_gradient(x, logits, self.name)
 
 
 def from_callable(logits: Callable[[Tensor], Any], name: str = "The classifier") -> Classifier:

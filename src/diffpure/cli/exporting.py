@@ -55,7 +55,7 @@ def export(
     allow_code: AllowCode = False,
     threads: Threads = None,
 ) -> None:
-    """Write a score or a purifier for ONNX Runtime or OpenVINO; a file that differs from torch is not written."""
+    """Write a score or a purifier as ONNX or OpenVINO, unless it differs from torch."""
     use_threads(threads)
     runtime = format_ or ("openvino" if out.suffix.lower() == ".xml" else "onnx")
     if out.suffix.lower() != (ending := {"onnx": ".onnx", "openvino": ".xml"}[runtime]):

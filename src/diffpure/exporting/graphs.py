@@ -4,8 +4,9 @@
     purifier    images (B, C, H, W) in [0, 1], noise (B, K, C, H, W)   →   purified
 
 The schedule stays outside a score's graph: the noise levels come as log_snr λ in float32, out of which the graph needs
-only σ = e^{-λ}. (In the graph they would be float64, which OpenVINO computes in float32: that moved ε̂ by up to 4e-4.) In a purifier's graph all times are constants, and step k of its noise is noise[:, k], in the order in which the
-sampler asks.
+only σ = e^{-λ}. (In the graph they would be float64, which OpenVINO computes in float32: that moved ε̂ by up to 4e-4.)
+In a purifier's graph all times are constants, and step k of its noise is noise[:, k], in the order in which the sampler
+asks.
 
 Batches have any size. Images have the network's size, or, for networks that take any, any multiple of its stride.
 """

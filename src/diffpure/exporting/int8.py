@@ -69,7 +69,7 @@ def path_states(
     """What a purification asks the score, x (B, C, H, W) and t (B,), evenly chosen from all levels and images."""
     heard = _Listening(score)
     Purifier(heard, sampler)(images, list(seeds))
-    asked = [(x[rows], t[rows]) for x, t in heard.asked for rows in torch.arange(len(x)).split(ROWS)]
+    asked = [(x[k : k + ROWS], t[k : k + ROWS]) for x, t in heard.asked for k in range(0, len(x), ROWS)]
     every = max(1, -(-len(asked) * ROWS // STATES))
     return asked[::every]
 

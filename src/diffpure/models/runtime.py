@@ -81,11 +81,26 @@ class Compiled:
             return self._sessions[key]
 
 
-def refuse_gradient(x: Tensor, origin: str) -> None:
-    """Refuse what would be differentiated: a network outside autograd would silently give a gradient of zero."""
-    if torch.is_grad_enabled() and x.requires_grad:
+def no_gradient(x: Tensor, out: Tensor, name: str) -> Tensor:
+    """What was computed from x outside autograd: its gradient is refused, where autograd alone would be silent."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return out
+    refusing: Tensor = _NoGradient.apply(x, out, name)  # type: ignore[no-untyped-call]
+    return refusing
+
+
+class _NoGradient(torch.autograd.Function):
+    """The identity of an output, whose backward pass is an error: a gradient of zero would make any attack fail."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, out: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         raise InputError(
-            f"{origin} gives no gradients; attack the torch model instead, or this one by BPDA or a black-box attack."
+            f"{ctx.name} gives no gradients; only black-box attacks can be run on it, and BPDA of a purifier."
         )
 
 

@@ -16,7 +16,7 @@ from diffpure.diffusion.gradients import Gradient
 from diffpure.diffusion.paths import Path as StepPath
 from diffpure.errors import InputError
 from diffpure.models.code import SOURCE, require_code_allowed
-from diffpure.models.runtime import Compiled, Runtime, read_files, refuse_gradient
+from diffpure.models.runtime import Compiled, Runtime, no_gradient, read_files
 from diffpure.noise import Noise
 from diffpure.purify import CallPath, PurifierBase
 
@@ -36,7 +36,9 @@ class ExportedPurifier(PurifierBase):
             raise InputError(f"{network.origin} does not say which images and noise its purifier takes.") from error
         super().__init__(gradient, rounds=rounds)
         self.draws, self.stride, self.runtime = draws, stride, network.runtime
-        self._size, self._channels, self._title, self._network = size, channels, title, network
+        self._size: int | None = size
+        self._channels: int | None = channels
+        self._title, self._network = title, network
         setattr(self, SOURCE, network.sha256)
 
     @property
@@ -72,11 +74,10 @@ class ExportedPurifier(PurifierBase):
         return state
 
     def _run(self, x: Tensor, noise: Noise) -> Tensor:
-        refuse_gradient(x, self._network.origin)
         inputs = {"images": x.float()}
         if self.draws:
             inputs["noise"] = torch.stack([noise(step, inputs["images"]) for step in self.draws], 1)
-        return self._network(inputs).to(x)
+        return no_gradient(x, self._network(inputs).to(x), self._network.origin)
 
 
 def load_purifier(path: str | Path, runtime: Runtime | None = None, *, allow_code: bool = False) -> ExportedPurifier:

@@ -20,7 +20,7 @@ from diffpure.diffusion.score import EpsilonScore
 from diffpure.diffusion.sde import VPSDE, DiscreteVP, Schedule
 from diffpure.errors import InputError
 from diffpure.models.code import SOURCE
-from diffpure.models.runtime import Compiled, read_files, refuse_gradient
+from diffpure.models.runtime import Compiled, no_gradient, read_files
 from diffpure.scores.photos import mirrored
 
 
@@ -54,9 +54,8 @@ class ExportedScore(EpsilonScore):
         return f"{self._network.origin} on {self.runtime}"
 
     def epsilon(self, x: Tensor, t: Tensor) -> Tensor:
-        refuse_gradient(x, self._network.origin)
         height, width = x.shape[-2:]
-        return self._network(self.inputs(x, t))[..., :height, :width].to(x)
+        return no_gradient(x, self._network(self.inputs(x, t))[..., :height, :width].to(x), self._network.origin)
 
     def inputs(self, x: Tensor, t: Tensor) -> dict[str, Tensor]:
         """What its network reads, by name: the image mirrored to a multiple of the stride, and the time."""
