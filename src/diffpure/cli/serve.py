@@ -138,7 +138,7 @@ def _plan(spec: str | None, named: dict[str, Any], options: dict[str, Any]) -> P
         if given:
             raise InputError(f"A spec names its model itself; leave out --{next(iter(given)).replace('_', '-')}.")
         read, base = read_spec(spec)
-        return Plan(model=read.model, data=read.data, base=base, **options)
+        return Plan(model=read.model, data=read.data, base=base and base.resolve(), **options)
     values: dict[str, Any] = {**MODELS, **given}
     way: dict[str, Any] = {
         "kind": values["sampler"],

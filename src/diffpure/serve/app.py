@@ -215,7 +215,8 @@ class _Counted:
             await self._app(scope, receive, send)
             return
         self._metrics.accepted += 1
-        path, status, began = scope["path"] if scope["path"] in self._paths else "other", GONE, time.monotonic()
+        path, began = scope["path"] if scope["path"] in self._paths else "other", time.monotonic()
+        status: int | None = None
 
         async def noted(message: Any) -> None:
             nonlocal status
@@ -225,8 +226,8 @@ class _Counted:
         try:
             await self._app(scope, receive, noted)
         finally:
-            self._metrics.answered += 1
-            self._metrics.requests.labels(path, status).inc()
+            self._metrics.answered += status is not None
+            self._metrics.requests.labels(path, status or GONE).inc()
             self._metrics.seconds.labels(path).observe(time.monotonic() - began)
 
 

@@ -28,9 +28,9 @@ from diffpure.serve.service import Service
 class Plan:
     """What is served: a model, how it is loaded, and the limits of a request.
 
-    backend: what computes the score: torch, onnx or openvino.
     data: the images that the classifier is for; it names the classes.   draws: purifications per classified image.
-    size: the side that classified images are brought to, by default that of the data, or of the score model.
+    backend: what computes the score: torch, onnx or openvino.   size: the side that classified images are brought to,
+    by default that of the data, or of the score model.
     """
 
     model: ModelSpec

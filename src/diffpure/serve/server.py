@@ -42,7 +42,7 @@ def listen(app: FastAPI, at: socket.socket, limits: Limits) -> None:
         server_header=False,
         ws="none",
         lifespan="on",
-        log_level="warning",
+        log_level="error",
         timeout_keep_alive=5,
         timeout_graceful_shutdown=int(limits.read + limits.seconds) + 5,
         timeout_notify=1,
