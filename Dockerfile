@@ -1,6 +1,7 @@
 # A CPU image with the command `diffpure`, which works in /work as a user without rights:
 #   docker build --tag diffpure .
 #   docker run --rm --volume "$PWD:/work" --user "$(id -u):$(id -g)" diffpure demo --out out
+# The service needs one more extra: docs/serve.md says how to add it.
 FROM python:3.11-slim AS wheel
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE NOTICE ./

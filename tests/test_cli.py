@@ -104,6 +104,11 @@ def test_the_example_in_the_help_works_as_typed(command, cheap_world, monkeypatc
         run_spec(spec, cheap_world / "runs" / "mine")
         for name in ("a", "b"):
             shutil.copytree(cheap_world / "runs" / "mine", cheap_world / "runs" / name)
+    if command == ("serve",):
+        server = pytest.importorskip("diffpure.serve.server", reason="the service is an optional extra")
+        bind = server.bind
+        monkeypatch.setattr(server, "bind", lambda host, port: bind(host, 0))
+        monkeypatch.setattr(server, "listen", lambda app, at, limits: at.close())
     words = shlex.split(COMMANDS[command].epilog.removeprefix("Example: diffpure "))
     typed = [part for word in words for part in (sorted(glob.glob(word)) if "*" in word else [word])]
     found = runner.invoke(cli.app, typed, catch_exceptions=False)

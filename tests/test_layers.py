@@ -41,6 +41,7 @@ LAYERS = (
     "experiments",
     "report",
     "play",
+    "serve",
     "cli",
 )
 FORBIDDEN = {"attacks": {"purify", "purifiers", "scores"}, "report": {"torch"}}

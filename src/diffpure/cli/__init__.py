@@ -24,6 +24,7 @@ from diffpure.cli import (
     play,
     reporting,
     runs,
+    serve,
     spec,
     start,
     tables,
@@ -35,7 +36,7 @@ from diffpure.errors import InputError
 __all__ = ["app", "main"]
 COMMANDS: Final = (
     *(demo, play, evaluation, certifying, advising, comparing, runs, spec, start, tables, paper, reporting),
-    *(images, exporting, machine, models, training),
+    *(images, exporting, machine, models, serve, training),
 )  # each registers its commands when it is imported
 
 

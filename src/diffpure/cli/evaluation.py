@@ -98,7 +98,7 @@ def evaluate(
     quiet: Quiet = False,
     threads: Threads = None,
 ) -> None:
-    """Evaluate a defence or a classifier as a spec says; a killed run goes on when called again."""
+    """Evaluate a defence or a classifier as a spec says; a killed run goes on."""
     use_threads(threads)
     from diffpure.experiments.load import run_folder, run_spec
 
@@ -252,7 +252,7 @@ def attack(
     quiet: Quiet = False,
     threads: Threads = None,
 ) -> None:
-    """Craft and save adversarial images: the part of a spec's evaluation that is one attack on its first images.
+    """Craft and save adversarial images: one attack of a spec on its first images.
 
     They are those that `diffpure evaluate` finds, and it goes on from them.
     """

@@ -24,6 +24,7 @@ EXTRAS = {
     "robustbench": "RobustBench classifiers by name",
     "onnxruntime": "ONNX classifiers (black-box attacks only) and exported scores (pip install 'diffpure[onnx]')",
     "openvino": "scores on OpenVINO, and int8 (pip install 'diffpure[openvino]')",
+    "fastapi": "the HTTP service (pip install 'diffpure[serve]')",
     "ray": "evaluations and folders of images on a Ray cluster",
     "foolbox": "attacks of foolbox on our defences",
     "adversarial-robustness-toolbox": "attacks of ART on our defences",

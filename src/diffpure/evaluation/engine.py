@@ -135,8 +135,8 @@ class Ray:
 
         A worker unpacks `shared` once. A task whose worker was lost is run again: it must do no harm a second time.
         """
-        ray = _ray()
-        started = self._connect(ray)
+        ray = import_ray()
+        started = self.connect(ray)
         try:
             remote = ray.remote(num_cpus=self._cpus, num_gpus=self.gpus, max_retries=self.retries)(_task)
             kept, count, head = _put(ray, shared), torch.get_num_threads(), self._head(ray)
@@ -159,7 +159,7 @@ class Ray:
             if started:
                 ray.shutdown()
 
-    def _connect(self, ray: Any) -> bool:
+    def connect(self, ray: Any) -> bool:
         """Join or start a cluster; True if it is ours to shut down."""
         if ray.is_initialized():
             return False
@@ -204,7 +204,8 @@ class Ray:
         return max(2, int(2 * indices)) if indices < float("inf") else 2
 
 
-def _ray() -> Any:
+def import_ray() -> Any:
+    """Ray, or one sentence on how to install it."""
     try:
         return importlib.import_module("ray")
     except ImportError as error:
@@ -278,7 +279,7 @@ def _task(task: Callable[[Any, Any], Any], kept: Sequence[Any], piece: Any, coun
 
 @functools.lru_cache(maxsize=1)
 def _unpacked(reference: Any) -> Any:
-    return _ray().get(reference)
+    return import_ray().get(reference)
 
 
 def _unit(shared: tuple[Job, str], piece: tuple[Unit, Batch]) -> Done:
