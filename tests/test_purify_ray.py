@@ -44,7 +44,7 @@ class Deadly(Silent):
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Ray]:
     engine = Ray(workers=2)
-    engine._connect(ray)
+    engine.connect(ray)
     yield engine
     ray.shutdown()
 

@@ -87,7 +87,7 @@ def test_an_address_where_nothing_is(tmp_path):
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Ray]:
     engine = Ray(workers=2)
-    engine._connect(ray)
+    engine.connect(ray)
     yield engine
     ray.shutdown()
 

@@ -31,7 +31,7 @@ app = typer.Typer(
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
 DeviceName = Literal["auto", "cpu", "cuda", "mps"]
-Threads = Annotated[int | None, typer.Option(help="CPU threads; by default as many as torch chooses.", min=1)]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; by default, torch chooses.", min=1)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 Device = Annotated[DeviceName, typer.Option(help="auto takes a GPU if there is one.", show_default=False)]

@@ -48,7 +48,7 @@ AllowCode = Annotated[
 ]
 
 
-EngineName = Annotated[str, typer.Option(help="local, or ray (pip install ray).")]
+EngineName = Annotated[str, typer.Option(help="local (default), or ray (pip install ray).", show_default=False)]
 Address = Annotated[str | None, typer.Option(help="A Ray cluster; without one, Ray starts here.")]
 Cpus = Annotated[float | None, typer.Option(min=0, help="CPUs of a Ray task; by default one per thread.")]
 Gpus = Annotated[float | None, typer.Option(min=0, help="GPUs of a Ray task, where it then computes.")]

@@ -29,10 +29,8 @@ T_STAR: Final = {PHOTOS: 0.05}  # where it is not the sampler's own default: see
 @app.command(epilog="Example: diffpure purify photos -o clean --seed 1")
 def purify(
     inputs: Annotated[list[str], typer.Argument(help="Images, folders, globs, npz arrays or tar archives.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results, under the same names.")],
-    t_star: Annotated[
-        float | None, typer.Option(help="How far to diffuse, in (0, 1]; default 0.1, of photos-small 0.05.")
-    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")],
+    t_star: Annotated[float | None, typer.Option(help="In (0, 1]; default 0.1, photos-small 0.05.")] = None,
     sampler: Annotated[
         str, typer.Option(help="few-step (default), sde, ode, ld, ancestral, ddim, one-shot.", show_default=False)
     ] = "few-step",
@@ -56,7 +54,7 @@ def purify(
     trajectory: Annotated[Trajectory, typer.Option(help="Also draw the way back.", show_default=False)] = "none",
     backend: Annotated[
         Backend,
-        typer.Option(help="What computes the network: torch, or onnx or openvino on the CPU.", show_default=False),
+        typer.Option(help="What computes the network.", show_default=False),
     ] = "torch",
     allow_code: Annotated[bool, typer.Option("--allow-code", help="Load a score that is a program.")] = False,
     engine: EngineName = "local",
@@ -67,7 +65,7 @@ def purify(
     threads: Threads = None,
     quiet: Quiet = False,
 ) -> None:
-    """Purify images of any size; damaged files are reported at the end, and a second run continues the first."""
+    """Purify images of any size; failures are reported, and a second run continues the first."""
     use_threads(threads)
     work = make_engine(engine, device, {"address": address, "cpus": cpus, "gpus": gpus})
     where = work.device or ("cpu" if backend != "torch" and device == "auto" else use_device(device))
