@@ -65,7 +65,7 @@ def purify(
     threads: Threads = None,
     quiet: Quiet = False,
 ) -> None:
-    """Purify images of any size; failures are reported, and a second run continues the first."""
+    """Purify images of any size; failures are reported, and a second run goes on."""
     use_threads(threads)
     work = make_engine(engine, device, {"address": address, "cpus": cpus, "gpus": gpus})
     where = work.device or ("cpu" if backend != "torch" and device == "auto" else use_device(device))
