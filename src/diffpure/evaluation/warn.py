@@ -9,9 +9,10 @@ import math
 from collections.abc import Iterator
 from typing import Final
 
+from diffpure.attacks import sample_seeds
 from diffpure.evaluation import checks
 from diffpure.evaluation.setup import Evaluation
-from diffpure.evaluation.units import device_of
+from diffpure.evaluation.units import Unit, attack_seeds, device_of, evaluation_seeds
 from diffpure.results.result import Result
 from diffpure.results.rows import CLEAN
 from diffpure.threats import L2, Linf, ThreatModel
@@ -30,9 +31,15 @@ def warnings_of(evaluation: Evaluation, result: Result, probe: int) -> tuple[str
         found.append(checks.not_probed(probe))
     if probe:
         x, y = images[:probe], labels[:probe]
-        found.append(checks.audited(model, x[:1]))
+        audited = False
         for name, attack in job.attacks.items():
-            found += [f"{name}: {text}" for text in checks.probe(attack, model, x, y, job.threat, range(len(x)))]
+            unit = Unit(evaluation.header["seeds"][0], name, 0, len(x))
+            seeds = attack_seeds(unit, evaluation.indices[: len(x)])  # those of the run, which a defence may know
+            if attack.uses_gradients and not audited:
+                first, audited = sample_seeds(seeds[:1], 0, 1), True
+                found += [checks.audited(model, x[:1], first), checks.looks_at_gradients(model, x[:1], first)]
+            judged = evaluation_seeds(job, unit, seeds)
+            found += [f"{name}: {text}" for text in checks.probe(attack, model, x, y, job.threat, seeds, judged)]
     return checks.doubts(found)
 
 
