@@ -71,6 +71,7 @@ ATTACKS: dict[str, tuple[Attack, ThreatModel]] = {
     "bpda": (TwoStage(attack=PGD(iterations=3, eot=QUICK), defence_samples=9), Linf(0.05)),
     "suite": (Suite(attacks=(APGD(iterations=2, eot=QUICK), Square(queries=4, eot=QUICK))), Linf(0.05)),
     "cascade": (Suite(attacks=(PGD(iterations=2), FAB(iterations=2)), skip_misclassified=True), Linf(0.05)),
+    "stopping": (Suite(attacks=(PGD(iterations=2), MomentumPGD(iterations=2, confirm=3)), stop=0.3), Linf(0.05)),
     "transfer": (Transfer(attack=APGD(iterations=3), eot=QUICK), Linf(0.05)),
     "diffusion": (
         Transfer(attack=PGD(iterations=3, loss="reconstruction", eot=QUICK), part="purifier", eot=QUICK),

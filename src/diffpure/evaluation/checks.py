@@ -97,6 +97,17 @@ def budget_exceeded(within: Sequence[bool]) -> str | None:
     return f"{n} of {len(within)} perturbations exceeded their budget; each was moved back inside." if n else None
 
 
+def stopped(attack: str, images: int, of: int, error: float, right: Sequence[bool]) -> str | None:
+    """Images that were left alone before the end of an attack, and how many of their evaluation samples are right."""
+    if not images:
+        return None
+    told = f"{100 * sum(right) / len(right):.1f} % of {len(right)} evaluation samples are right"
+    return (
+        f"{attack}: {images} of {of} images were left alone once confirmed as misclassified, each by mistake with a "
+        f"chance of at most {100 * error:g} %; {told}."
+    )
+
+
 def looks_at_seeds(which: str, known: Sequence[int], fresh: Sequence[int], samples: int) -> str | None:
     """Right samples per image, of `samples` with seeds that follow from the run and of as many with unpredictable ones.
 

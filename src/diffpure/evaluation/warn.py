@@ -57,6 +57,11 @@ def of_rows(result: Result) -> tuple[str, ...]:
             found.append(checks.approximate_gradient(name, about["gradient"]))
         if header["model"].get("stochastic") and about.get("samples") == 1:
             found.append(f"{name}: {checks.ONE_SAMPLE}")
+        if "stop" in about:
+            rows = [row for row in attacked if row.attack == name]
+            left = [row for row in rows if row.gradients < about["stop"]["gradients"]]
+            samples = [k == row.label for row in left for k in row.predictions]
+            found.append(checks.stopped(name, len(left), len(rows), about["stop"]["error"], samples))
     return checks.doubts([*found, *_black_box(result)])
 
 
