@@ -18,6 +18,7 @@ from diffpure.attacks import (
     Attack,
     AttackRun,
     Cost,
+    DiffHammer,
     MomentumPGD,
     Square,
     StAdv,
@@ -72,6 +73,9 @@ ATTACKS: dict[str, tuple[Attack, ThreatModel]] = {
     "suite": (Suite(attacks=(APGD(iterations=2, eot=QUICK), Square(queries=4, eot=QUICK))), Linf(0.05)),
     "cascade": (Suite(attacks=(PGD(iterations=2), FAB(iterations=2)), skip_misclassified=True), Linf(0.05)),
     "stopping": (Suite(attacks=(PGD(iterations=2), MomentumPGD(iterations=2, confirm=3)), stop=0.3), Linf(0.05)),
+    "diffhammer": (DiffHammer(iterations=4, eot=QUICK, restarts=2), Linf(0.05)),
+    "diffhammer-l2": (DiffHammer(iterations=3, eot=QUICK, loss="ce", graft=False), L2(0.3)),
+    "diffhammer-plain": (DiffHammer(iterations=3, eot=EOT(3, per_call=2), weights=False, loss="dlr"), Linf(0.05)),
     "transfer": (Transfer(attack=APGD(iterations=3), eot=QUICK), Linf(0.05)),
     "diffusion": (
         Transfer(attack=PGD(iterations=3, loss="reconstruction", eot=QUICK), part="purifier", eot=QUICK),

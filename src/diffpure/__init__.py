@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from diffpure.attacks import PGD_LEE_KIM as PGD_LEE_KIM
     from diffpure.attacks import STRONG as STRONG
     from diffpure.attacks import TRANSFER as TRANSFER
+    from diffpure.attacks import DiffHammer as DiffHammer
     from diffpure.attacks import MomentumPGD as MomentumPGD
     from diffpure.attacks import Square as Square
     from diffpure.attacks import StAdv as StAdv
@@ -81,6 +82,7 @@ _HOMES = {
         "AUTOATTACK_STANDARD",
         "BPDA_EOT",
         "DIFFUSION_ONLY",
+        "DiffHammer",
         "EOT",
         "FAB",
         "MomentumPGD",

@@ -4,6 +4,7 @@ from diffpure.attacks.apgd import APGD
 from diffpure.attacks.base import Attack, Cost, SampledAttack, Spending
 from diffpure.attacks.compose import Several, Suite, Transfer, TwoStage
 from diffpure.attacks.diffattack import DIFFATTACK
+from diffpure.attacks.diffhammer import DIFFHAMMER, DiffHammer
 from diffpure.attacks.expectation import EOT, Expectation, expect
 from diffpure.attacks.fab import FAB
 from diffpure.attacks.losses import LOSSES, Deviated, LogitLoss, Objective, Reconstruction, margin
@@ -34,6 +35,7 @@ __all__ = [
     "AUTOATTACK_STANDARD",
     "BPDA_EOT",
     "DIFFATTACK",
+    "DIFFHAMMER",
     "DIFFUSION_ONLY",
     "EOT",
     "FAB",
@@ -46,6 +48,7 @@ __all__ = [
     "AttackRun",
     "Cost",
     "Deviated",
+    "DiffHammer",
     "Expectation",
     "LogitLoss",
     "MomentumPGD",

@@ -19,6 +19,7 @@ from diffpure.attacks.apgd import APGD
 from diffpure.attacks.base import Attack
 from diffpure.attacks.compose import Several, Suite, Transfer, TwoStage
 from diffpure.attacks.diffattack import DIFFATTACK, Deviating
+from diffpure.attacks.diffhammer import DIFFHAMMER, DiffHammer
 from diffpure.attacks.expectation import EOT
 from diffpure.attacks.fab import FAB
 from diffpure.attacks.losses import Deviated, Reconstruction
@@ -66,10 +67,11 @@ ATTACKS: Final[dict[str, tuple[Attack, ...]]] = {
     "transfer": (TRANSFER,),
     "diffusion-only": (DIFFUSION_ONLY,),
     "diffattack": (DIFFATTACK,),
+    "diffhammer": (DIFFHAMMER,),
 }
 
 _CLASSES: Final[tuple[type[Any], ...]] = (
-    *(APGD, FAB, MomentumPGD, PGD, Square, StAdv, Suite, Transfer, TwoStage),
+    *(APGD, DiffHammer, FAB, MomentumPGD, PGD, Square, StAdv, Suite, Transfer, TwoStage),
     *(EOT, Deviated, Reconstruction, *GRADIENT_MODES.values()),
 )
 # What canonical values of attacks are made of, by the names that they have there.

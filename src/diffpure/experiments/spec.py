@@ -149,7 +149,7 @@ class EvaluationSpec:
         if len(set(self.seeds)) < len(self.seeds):
             raise InputError(f"Each of the seeds of a spec is given once, got {list(self.seeds)}.")
         for name, attack in self.make_attacks().items():
-            if hasattr(attack, "part") and not self.model.defended:
+            if any(hasattr(part, "part") for part in attack.walk()) and not self.model.defended:
                 raise InputError(
                     f"The attack {name!r} is on a part of a defence, so [model] needs a score or purifier."
                 )
