@@ -19,6 +19,7 @@ from diffpure.attacks import (
     AttackRun,
     Cost,
     DiffHammer,
+    LowFrequency,
     MomentumPGD,
     Square,
     StAdv,
@@ -27,8 +28,8 @@ from diffpure.attacks import (
     TwoStage,
     margin,
 )
-from diffpure.threats import L2, Flow, Linf, ThreatModel
-from victims import Linear, Noisy, problem
+from diffpure.threats import L2, Flow, Linf, Perceptual, ThreatModel
+from victims import Linear, Noisy, TinyFeatures, problem
 
 
 @settings(max_examples=15, deadline=None)
@@ -69,6 +70,8 @@ ATTACKS: dict[str, tuple[Attack, ThreatModel]] = {
     "square-linf": (Square(queries=6, eot=QUICK), Linf(0.05)),
     "square-l2": (Square(queries=6, eot=QUICK), L2(0.3)),
     "stadv": (StAdv(iterations=3, eot=QUICK), Flow(0.2)),
+    "low-frequency": (LowFrequency(iterations=3, eot=QUICK, restarts=2, sizes=(5, 3)), Perceptual(0.1)),
+    "momentum-perceptual": (MomentumPGD(iterations=3, eot=QUICK), Perceptual(0.1)),
     "bpda": (TwoStage(attack=PGD(iterations=3, eot=QUICK), defence_samples=9), Linf(0.05)),
     "suite": (Suite(attacks=(APGD(iterations=2, eot=QUICK), Square(queries=4, eot=QUICK))), Linf(0.05)),
     "cascade": (Suite(attacks=(PGD(iterations=2), FAB(iterations=2)), skip_misclassified=True), Linf(0.05)),
@@ -82,6 +85,13 @@ ATTACKS: dict[str, tuple[Attack, ThreatModel]] = {
         Linf(0.05),
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def _tiny_features(monkeypatch):
+    """Perceptual distances by a tiny network."""
+    tiny = TinyFeatures().requires_grad_(False)
+    monkeypatch.setattr("diffpure.classifiers.features.network", lambda name, dtype, device: tiny.to(dtype))
 
 
 @pytest.fixture(params=ATTACKS, name="case")

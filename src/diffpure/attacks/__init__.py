@@ -8,6 +8,7 @@ from diffpure.attacks.diffhammer import DIFFHAMMER, DiffHammer
 from diffpure.attacks.expectation import EOT, Expectation, expect
 from diffpure.attacks.fab import FAB
 from diffpure.attacks.losses import LOSSES, Deviated, LogitLoss, Objective, Reconstruction, margin
+from diffpure.attacks.lowfrequency import LowFrequency
 from diffpure.attacks.momentum import MomentumPGD
 from diffpure.attacks.pgd import PGD, PGD_LEE_KIM
 from diffpure.attacks.presets import (
@@ -51,6 +52,7 @@ __all__ = [
     "DiffHammer",
     "Expectation",
     "LogitLoss",
+    "LowFrequency",
     "MomentumPGD",
     "Objective",
     "Problem",

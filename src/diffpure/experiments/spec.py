@@ -182,7 +182,7 @@ class EvaluationSpec:
         if "data" in found:
             found["data"] = changed(self.data)
         if self.threat != Linf(8 / 255):
-            found["threat"] = {"kind": type(self.threat).__name__.lower(), "eps": self.threat.eps}
+            found["threat"] = {"kind": type(self.threat).__name__.lower(), **changed(self.threat)}
         plain: dict[str, Any] = json.loads(json.dumps({"model": model, **found}))
         return plain
 
