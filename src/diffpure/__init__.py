@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from diffpure.attacks import STRONG as STRONG
     from diffpure.attacks import TRANSFER as TRANSFER
     from diffpure.attacks import DiffHammer as DiffHammer
+    from diffpure.attacks import LowFrequency as LowFrequency
     from diffpure.attacks import MomentumPGD as MomentumPGD
     from diffpure.attacks import Square as Square
     from diffpure.attacks import StAdv as StAdv
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from diffpure.threats import L2 as L2
     from diffpure.threats import Flow as Flow
     from diffpure.threats import Linf as Linf
+    from diffpure.threats import Perceptual as Perceptual
 
 _HOMES = {
     "diffpure.advice": (
@@ -85,6 +87,7 @@ _HOMES = {
         "DiffHammer",
         "EOT",
         "FAB",
+        "LowFrequency",
         "MomentumPGD",
         "PGD",
         "PGD_LEE_KIM",
@@ -152,6 +155,7 @@ _HOMES = {
         "Flow",
         "L2",
         "Linf",
+        "Perceptual",
     ),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

@@ -339,6 +339,11 @@ class Perceptual(ThreatModel):
         saved = (_levels(self.apply(x, z)) / LEVELS).to(x.dtype)
         return self.size(self.change(x, saved)) * LEVELS
 
+    def norms(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """The ℓ∞ and ℓ2 size of the changes, which nothing bounds, to be reported: (B,) each."""
+        change = wide(z.chunk(2, 1)[0].flatten(1))
+        return change.abs().amax(1), change.norm(dim=1)
+
     @classmethod
     def like(cls, threat: ThreatModel, x: Tensor, noise: NoiseSource, features: str = "cifar10-resnet-at") -> Self:
         """The bound that the median random perturbation of full size of another threat has on images x."""

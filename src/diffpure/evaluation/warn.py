@@ -15,7 +15,7 @@ from diffpure.evaluation.setup import Evaluation
 from diffpure.evaluation.units import Unit, attack_seeds, device_of, evaluation_seeds
 from diffpure.results.result import Result
 from diffpure.results.rows import CLEAN
-from diffpure.threats import L2, Linf, ThreatModel
+from diffpure.threats import L2, Linf, Perceptual, ThreatModel
 
 _ASKED: Final = 16  # images whose cross-entropy is computed
 _LARGE: Final = 0.5  # an ℓ∞ budget that no image survives
@@ -83,6 +83,8 @@ def _threat(threat: ThreatModel, evaluation: Evaluation) -> Iterator[str]:
     """Budgets under which any image can become any other."""
     if isinstance(threat, Linf) and threat.eps > _LARGE:
         yield f"An ℓ∞ budget of {threat.eps:g} lets every image become grey: nothing is robust under it."
+    if isinstance(threat, Perceptual):
+        yield f"The budget {threat.eps:g} is a distance in the features of {threat.features}, which bounds no ℓp norm."
     if isinstance(threat, L2) and threat.eps > math.sqrt(evaluation.images[0].numel()):
         yield f"An ℓ2 budget of {threat.eps:g} is longer than the diagonal of the images: nothing is robust under it."
 
