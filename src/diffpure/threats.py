@@ -310,10 +310,10 @@ class Perceptual(ThreatModel):
         """The change, scaled down by bisection where it looks too far."""
         whole = self.apply(x, z) - x
         low, high = wide(x).new_zeros(len(x)), wide(x).new_ones(len(x))
-        inside = self.within(x, self.change(x, x + whole))
+        inside = self.within(x, torch.cat([whole, x], 1))
         for _ in range(12 if not inside.all() else 0):
             middle = (low + high) / 2
-            kept = self.within(x, self.change(x, x + per_image(middle, x) * whole))
+            kept = self.within(x, torch.cat([per_image(middle, x) * whole, x], 1))
             low, high = torch.where(kept, middle, low), torch.where(kept, high, middle)
         return torch.cat([per_image(torch.where(inside, 1.0, low), x) * whole, x], 1)
 
