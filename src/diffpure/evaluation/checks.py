@@ -172,7 +172,7 @@ def looks_at_gradients(model: Model, x: Tensor, seeds: Sequence[int]) -> str | N
     off, most = float((asked - plain).abs().amax()), float(plain.abs().amax())
     if off <= 1e-3 * most:
         return None
-    return f"The logits (up to {most:.3g}) change by {off:.2g} when a gradient is asked for: the attack sees another model."
+    return f"Logits of up to {most:.3g} change by {off:.2g} when a gradient is asked for: attacks see another model."
 
 
 @torch.no_grad()
