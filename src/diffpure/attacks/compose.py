@@ -88,7 +88,7 @@ class Suite(Attack):
     def step(self, problem: Problem, state: State, i: int) -> State:
         tag, i = self._locate(i, state["clean"].shape[1])
         attack = self.attacks[tag]
-        # Every attack has its own seeds: a restart of one must not be the start of another. A known noise is the image's.
+        # Every attack has its own seeds: a restart of one must not be the start of another; a known noise is given.
         if not self.ranking.fixed:
             problem = replace(problem, seeds=Noise(problem.seeds).child(tag).seeds)
         if i == 0 and tag and self.stop:
