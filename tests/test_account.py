@@ -16,6 +16,7 @@ from diffpure.attacks import (
     FAB,
     PGD,
     Attack,
+    LowFrequency,
     SampledAttack,
     Square,
     StAdv,
@@ -36,12 +37,20 @@ from diffpure.meter import CALLS
 from diffpure.purifiers.diffusion import Purifier
 from diffpure.purify import Defense
 from diffpure.results.rows import CLEAN
-from diffpure.threats import Flow, Linf
+from diffpure.threats import Flow, Linf, Perceptual
 from problems import images, tiny_classifier, tiny_unet
+from victims import TinyFeatures
 
 SPENT = ("gradients", "queries", *CALLS)
 SIZES = {"iterations": 1, "restarts": 1, "targets": 1, "queries": 2, "eot": 3, "defence_samples": 4}
 STOPS_EARLY = ("autoattack-standard", "transfer", "bpda-eot")  # or asks again about what it doubts
+
+
+@pytest.fixture(autouse=True)
+def _tiny_features(monkeypatch):
+    """Perceptual distances by a tiny network."""
+    tiny = TinyFeatures().requires_grad_(False)
+    monkeypatch.setattr("diffpure.classifiers.features.network", lambda name, dtype, device: tiny.to(dtype))
 
 
 def tiny(kind: str, **more: object) -> tuple[Attack, ...]:
@@ -53,10 +62,11 @@ def tiny(kind: str, **more: object) -> tuple[Attack, ...]:
 def work(attacks: tuple[Attack, ...], per_call: int, model: Defense | None = None, **settings: object) -> Evaluation:
     x = images(2)
     model = model or Defense(Purifier(tiny_unet(8), ReverseSDE(t_star=0.05, steps=2)), tiny_classifier())
-    flow = any(isinstance(part, StAdv) for attack in attacks for part in attack.walk())
+    kinds = {type(part) for attack in attacks for part in attack.walk()}
+    threat = Flow(0.05) if StAdv in kinds else Perceptual(0.1) if LowFrequency in kinds else Linf(8 / 255)
     chosen = Settings(rules=("one-shot", "worst of 2"), per_call=per_call, **settings)  # type: ignore[arg-type]
     y = model(x, seeds=range(2)).argmax(1)
-    return set_up(model, x, y, Flow(0.05) if flow else Linf(8 / 255), attacks, chosen)
+    return set_up(model, x, y, threat, attacks, chosen)
 
 
 def said_and_spent(evaluation: Evaluation) -> dict[str, tuple[dict[str, int], dict[str, int]]]:

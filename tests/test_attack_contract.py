@@ -18,6 +18,8 @@ from diffpure.attacks import (
     Attack,
     AttackRun,
     Cost,
+    DiffHammer,
+    LowFrequency,
     MomentumPGD,
     Square,
     StAdv,
@@ -26,8 +28,8 @@ from diffpure.attacks import (
     TwoStage,
     margin,
 )
-from diffpure.threats import L2, Flow, Linf, ThreatModel
-from victims import Linear, Noisy, problem
+from diffpure.threats import L2, Flow, Linf, Perceptual, ThreatModel
+from victims import Linear, Noisy, TinyFeatures, problem
 
 
 @settings(max_examples=15, deadline=None)
@@ -68,15 +70,28 @@ ATTACKS: dict[str, tuple[Attack, ThreatModel]] = {
     "square-linf": (Square(queries=6, eot=QUICK), Linf(0.05)),
     "square-l2": (Square(queries=6, eot=QUICK), L2(0.3)),
     "stadv": (StAdv(iterations=3, eot=QUICK), Flow(0.2)),
+    "low-frequency": (LowFrequency(iterations=3, eot=QUICK, restarts=2, sizes=(5, 3)), Perceptual(0.1)),
+    "momentum-perceptual": (MomentumPGD(iterations=3, eot=QUICK), Perceptual(0.1)),
     "bpda": (TwoStage(attack=PGD(iterations=3, eot=QUICK), defence_samples=9), Linf(0.05)),
     "suite": (Suite(attacks=(APGD(iterations=2, eot=QUICK), Square(queries=4, eot=QUICK))), Linf(0.05)),
     "cascade": (Suite(attacks=(PGD(iterations=2), FAB(iterations=2)), skip_misclassified=True), Linf(0.05)),
+    "stopping": (Suite(attacks=(PGD(iterations=2), MomentumPGD(iterations=2, confirm=3)), stop=0.3), Linf(0.05)),
+    "diffhammer": (DiffHammer(iterations=4, eot=QUICK, restarts=2), Linf(0.05)),
+    "diffhammer-l2": (DiffHammer(iterations=3, eot=QUICK, loss="ce", graft=False), L2(0.3)),
+    "diffhammer-plain": (DiffHammer(iterations=3, eot=EOT(3, per_call=2), weights=False, loss="dlr"), Linf(0.05)),
     "transfer": (Transfer(attack=APGD(iterations=3), eot=QUICK), Linf(0.05)),
     "diffusion": (
         Transfer(attack=PGD(iterations=3, loss="reconstruction", eot=QUICK), part="purifier", eot=QUICK),
         Linf(0.05),
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def _tiny_features(monkeypatch):
+    """Perceptual distances by a tiny network."""
+    tiny = TinyFeatures().requires_grad_(False)
+    monkeypatch.setattr("diffpure.classifiers.features.network", lambda name, dtype, device: tiny.to(dtype))
 
 
 @pytest.fixture(params=ATTACKS, name="case")
@@ -145,4 +160,4 @@ def test_an_attack_is_never_worse_than_doing_nothing(case):
     if not attack.skip_misclassified and not isinstance(attack, Transfer):
         assert (run.state["gradients"] + run.state["queries"] > attack.ranking.samples).all()  # and still optimised
     skipped = replace(attack, skip_misclassified=True)(model, x, (y + 1) % 5, threat, seeds=range(6))
-    assert (skipped == 0).flatten(1).all(1)[run.state["rank"] > 0].any()
+    assert (skipped == threat.zeros(x)).flatten(1).all(1)[run.state["rank"] > 0].any()

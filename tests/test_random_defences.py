@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from diffpure.attacks import APGD, DIFFUSION_ONLY, EOT, LOSSES, PGD, Transfer, TwoStage, expect, sample_seeds
+from diffpure.attacks import APGD, DIFFUSION_ONLY, EOT, LOSSES, PGD, Suite, Transfer, TwoStage, expect, sample_seeds
 from diffpure.attacks.seeds import uniforms
 from diffpure.evaluation.checks import attacked, fewer
 from diffpure.noise import Noise
@@ -62,6 +62,8 @@ def test_a_known_noise_is_attacked_to_the_letter():
     run = attack.run(model, x, y, threat, seeds=seeds)
     wrong = model(threat.apply(x, run.z), seeds=seeds).argmax(1) != y
     assert torch.equal(wrong, run.misclassified)
+    suite = Suite(attacks=(attack,)).run(model, x, y, threat, seeds=seeds)
+    assert torch.equal(suite.z, run.z)
     fresh = APGD(iterations=15)(model, x, y, threat, seeds=seeds)
     assert wrong.sum() >= (model(threat.apply(x, fresh), seeds=seeds).argmax(1) != y).sum()
 

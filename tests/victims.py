@@ -57,3 +57,16 @@ def problem(n: int = 6, classes: int = 5, channels: int = 1, size: int = 8) -> t
     gen = torch.Generator().manual_seed(2)
     x = 0.5 + 0.05 * torch.randn(n, channels, size, size, generator=gen)
     return x, Linear(classes, channels * size * size)(x).argmax(1)
+
+
+class TinyFeatures(nn.Module):
+    """A network with two stages, for perceptual distances that cost nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.stages = nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.Conv2d(4, 4, 3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stages(x).amax((2, 3))

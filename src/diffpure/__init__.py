@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from diffpure.attacks import PGD_LEE_KIM as PGD_LEE_KIM
     from diffpure.attacks import STRONG as STRONG
     from diffpure.attacks import TRANSFER as TRANSFER
+    from diffpure.attacks import DiffHammer as DiffHammer
+    from diffpure.attacks import LowFrequency as LowFrequency
     from diffpure.attacks import MomentumPGD as MomentumPGD
     from diffpure.attacks import Square as Square
     from diffpure.attacks import StAdv as StAdv
@@ -73,6 +75,7 @@ if TYPE_CHECKING:
     from diffpure.threats import L2 as L2
     from diffpure.threats import Flow as Flow
     from diffpure.threats import Linf as Linf
+    from diffpure.threats import Perceptual as Perceptual
 
 _HOMES = {
     "diffpure.advice": (
@@ -85,8 +88,10 @@ _HOMES = {
         "AUTOATTACK_STANDARD",
         "BPDA_EOT",
         "DIFFUSION_ONLY",
+        "DiffHammer",
         "EOT",
         "FAB",
+        "LowFrequency",
         "MomentumPGD",
         "PGD",
         "PGD_LEE_KIM",
@@ -158,6 +163,7 @@ _HOMES = {
         "Flow",
         "L2",
         "Linf",
+        "Perceptual",
     ),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

@@ -4,9 +4,11 @@ from diffpure.attacks.apgd import APGD
 from diffpure.attacks.base import Attack, Cost, SampledAttack, Spending
 from diffpure.attacks.compose import Several, Suite, Transfer, TwoStage
 from diffpure.attacks.diffattack import DIFFATTACK
+from diffpure.attacks.diffhammer import DIFFHAMMER, DiffHammer
 from diffpure.attacks.expectation import EOT, Expectation, expect
 from diffpure.attacks.fab import FAB
 from diffpure.attacks.losses import LOSSES, Deviated, LogitLoss, Objective, Reconstruction, margin
+from diffpure.attacks.lowfrequency import LowFrequency
 from diffpure.attacks.momentum import MomentumPGD
 from diffpure.attacks.pgd import PGD, PGD_LEE_KIM
 from diffpure.attacks.presets import (
@@ -34,6 +36,7 @@ __all__ = [
     "AUTOATTACK_STANDARD",
     "BPDA_EOT",
     "DIFFATTACK",
+    "DIFFHAMMER",
     "DIFFUSION_ONLY",
     "EOT",
     "FAB",
@@ -46,8 +49,10 @@ __all__ = [
     "AttackRun",
     "Cost",
     "Deviated",
+    "DiffHammer",
     "Expectation",
     "LogitLoss",
+    "LowFrequency",
     "MomentumPGD",
     "Objective",
     "Problem",

@@ -26,10 +26,9 @@ from diffpure.attacks.state import Problem, State, choose, usable
 from diffpure.threats import per_image
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
-class APGD(RestartedAttack):
-    """loss "ce" and "dlr" are APGD-CE and APGD-DLR; "dlr-targeted" is APGD-T, one run for each of nine targets."""
+class AdaptiveAttack(RestartedAttack):
+    """The steps of APGD along whatever gradient its subclass takes."""
 
     rho: float = 0.75  # ρ: the share of steps that must raise the loss
     momentum: float = 0.75  # the momentum: μ of `momentum`, a of APGD
@@ -58,7 +57,7 @@ class APGD(RestartedAttack):
         z = self._next(problem, state, 1.0 if k == 1 else self.momentum)
         old = state["z"]
         state, seen = self.evaluate(problem, state, z, i)
-        gradient = torch.zeros_like(z) if seen.gradient is None else usable(seen)
+        gradient = torch.zeros_like(z) if seen.gradient is None else self.direction(state, usable(seen), k)
         loss = seen.loss
         better = loss > state["top_loss"]
         state = {
@@ -75,6 +74,10 @@ class APGD(RestartedAttack):
         window = checkpoints(self.iterations).get(k)
         returns = not getattr(problem.model, "stochastic", False)
         return state if window is None else self._checkpoint(state, window, returns)
+
+    def direction(self, state: State, gradient: Tensor, k: int) -> Tensor:
+        """What iteration k goes along, given its gradient."""
+        return gradient
 
     def _next(self, problem: Problem, state: State, a: float) -> Tensor:
         threat, x, z = problem.threat, problem.x, state["z"]
@@ -95,6 +98,12 @@ class APGD(RestartedAttack):
             "top_before": state["top_loss"],
             "raised": torch.zeros_like(state["raised"]),
         }
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class APGD(AdaptiveAttack):
+    """loss "ce" and "dlr" are APGD-CE and APGD-DLR; "dlr-targeted" is APGD-T, one run for each of nine targets."""
 
 
 def checkpoints(iterations: int) -> dict[int, int]:

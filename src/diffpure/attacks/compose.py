@@ -1,6 +1,9 @@
 """Attacks made of attacks.
 
-Suite       one attack after the other, each image keeps the strongest perturbation of all
+Suite       one attack after the other, each image keeps the strongest perturbation of all; with `stop` = α an image is
+            left alone once n fresh samples, n = ⌈log(α/tests) / log 0.9⌉, are all misclassified. An image whose samples
+            are right one time in ten or more passes a test with a chance of at most 0.9ⁿ, so it is stopped by mistake
+            with a chance of at most α. Samples are taken in looks; one that is right ends the test.
 Transfer    crafted on a part of the defence, evaluated on the whole (paper, appendices C.1 and C.7)
 TwoStage    a success counts only once many fresh samples confirm it (Hill et al. 2021, which the paper follows)
 Several     attacks that are evaluated one by one, and called as one
@@ -8,20 +11,24 @@ Several     attacks that are evaluated one by one, and called as one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Self, final
+from typing import Any, Final, Self, final
 
 import torch
 from torch import Tensor
 
 from diffpure.attacks.base import Attack, Cost, OnStep, SampledAttack, Spending
 from diffpure.attacks.expectation import EOT
-from diffpure.attacks.losses import MARGIN, Model
-from diffpure.attacks.state import Problem, State, around, choose, common, inside, rank, record
+from diffpure.attacks.losses import MARGIN, WRONG, Model
+from diffpure.attacks.state import Problem, State, around, choose, common, inside, put, rank, record
 from diffpure.errors import InputError
 from diffpure.noise import Noise, Seeds
 from diffpure.threats import AnyThreat
+
+CONFIDENT: Final = 0.9  # an image whose samples are misclassified more often than that may be left alone
+LOOK: Final = 8  # samples of a sequential test that are asked for at once
 
 
 @final
@@ -30,14 +37,17 @@ class Suite(Attack):
     """One attack after the other; each image keeps the strongest perturbation of all.
 
     With `skip_misclassified`, as in the public AutoAttack, later attacks see only the images that earlier ones left.
+    stop: later attacks leave an image alone once fresh samples confirm that it is misclassified in more than nine of
+    ten samples; the number is the chance that this is a mistake (0.05), and 0 never stops.
     """
 
     attacks: tuple[Attack, ...]
+    stop: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.attacks:
-            raise InputError("A suite needs at least one attack.")
+        if not self.attacks or not 0 <= self.stop < 1:
+            raise InputError(f"A suite needs at least one attack, and a stop in [0, 1), got {self.stop}.")
 
     @property
     def kind(self) -> str:
@@ -45,34 +55,67 @@ class Suite(Attack):
 
     @property
     def title(self) -> str:
-        return " + ".join(attack.title for attack in self.attacks)
+        stops = f", stops with an error rate of {self.stop:g}" if self.stop else ""
+        return " + ".join(attack.title for attack in self.attacks) + stops
 
     @property
     def ranking(self) -> EOT:
         return max((attack.ranking for attack in self.attacks), key=lambda eot: eot.samples)
+
+    @property
+    def confirmations(self) -> int:
+        """How many fresh samples, all misclassified, stop an image; before every attack but the first."""
+        tests = len(self.attacks) - 1
+        return math.ceil(math.log(self.stop / tests) / math.log(CONFIDENT)) if self.stop and tests else 0
 
     def steps(self, classes: int) -> int:
         return sum(attack.steps(classes) for attack in self.attacks)
 
     def price(self) -> Cost:
         prices = [attack.price() for attack in self.attacks]
-        return Cost(max(p.gradients or 0 for p in prices), max(p.queries or 0 for p in prices))
+        queries = max(p.queries or 0 for p in prices) + self.confirmations
+        return Cost(max(p.gradients or 0 for p in prices), queries)
 
     def steps_account(self, classes: int) -> tuple[Spending, ...]:
         found = [spending for attack in self.attacks for spending in attack.steps_account(classes)]
+        if self.confirmations:
+            found.append(Spending(0, (len(self.attacks) - 1) * self.confirmations))
         return tuple(replace(spending, mode=spending.mode or self.mode) for spending in found)
 
     def start(self, problem: Problem, state: State) -> State:
-        return state
+        return {**state, "stopped": torch.zeros_like(state["rank"], dtype=torch.bool)} if self.stop else state
 
     def step(self, problem: Problem, state: State, i: int) -> State:
         tag, i = self._locate(i, state["clean"].shape[1])
         attack = self.attacks[tag]
-        # Every attack has its own seeds: a restart of one must not be the start of another.
-        problem = replace(problem, seeds=Noise(problem.seeds).child(tag).seeds)
+        # Every attack has its own seeds: a restart of one must not be the start of another; a known noise is given.
+        if not self.ranking.fixed:
+            problem = replace(problem, seeds=Noise(problem.seeds).child(tag).seeds)
+        if i == 0 and tag and self.stop:
+            state = self._confirm(problem, state)
+        stopped = state.get("stopped")
         if i == 0:
             state = attack.start(problem, common(state))
-        return attack.advance(problem, state, i)
+        if stopped is None:
+            return attack.advance(problem, state, i)
+        if not stopped.all():
+            rest = {key: value[~stopped] for key, value in state.items() if key != "stopped"}
+            state = put(state, attack.advance(problem.rows(~stopped), rest, i), ~stopped)
+        return {**state, "stopped": stopped}
+
+    def _confirm(self, problem: Problem, state: State) -> State:
+        """Ask about what is misclassified with fresh samples, look by look, while all of them are misclassified."""
+        wrong = (state["rank"] > 0) & ~state["stopped"]
+        left = self.confirmations if getattr(problem.model, "stochastic", False) else 1
+        for look in range(0, left, LOOK):
+            if not wrong.any():
+                break
+            asked = problem.rows(wrong)
+            eot = replace(self.ranking, samples=min(LOOK, left - look), average="gradients")
+            seen = asked.expect(state["best"][wrong], WRONG, eot, -2 - look)  # samples that no other evaluation takes
+            state = {**state, **{key: state[key] + value * wrong.long() for key, value in seen.spent.items()}}
+            wrong = wrong.index_put((wrong,), seen.loss == 1)
+        return {**state, "stopped": state["stopped"] | wrong}
 
     def _locate(self, i: int, classes: int) -> tuple[int, int]:
         """Which attack step i belongs to, and which of its steps that is."""

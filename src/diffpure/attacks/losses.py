@@ -61,6 +61,10 @@ def _margin(logits: Tensor, y: Tensor, _: Tensor) -> Tensor:
     return (others(logits, y).amax(-1) - pick(logits, y)).mean(1)
 
 
+def _wrong(logits: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    return (others(logits, y).amax(-1) > pick(logits, y)).to(logits.dtype).mean(1)
+
+
 def _difference(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
     return (pick(logits, target) - pick(logits, y)).mean(1)
 
@@ -165,6 +169,7 @@ class Deviated(Objective):
 
 
 MARGIN: Final = LogitLoss("margin", _margin)
+WRONG: Final = LogitLoss("wrong", _wrong)  # the share of samples that are misclassified; it has no gradient
 DIFFERENCE: Final = LogitLoss("difference", _difference, targeted=True)
 
 LOSSES: Final[dict[str, Objective]] = {

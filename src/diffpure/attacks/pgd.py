@@ -108,11 +108,15 @@ class RestartedAttack(SampledAttack):
         """The samples with which the last iterate of a run is evaluated."""
         return self.eot
 
+    def ask(self, problem: Problem, z: Tensor, eot: EOT, i: int, target: Tensor, gradient: bool) -> Expectation:
+        """What the model says of z, and where its loss rises."""
+        return problem.expect(z, self.objective, eot, i, target=target, gradient=gradient)
+
     def evaluate(self, problem: Problem, state: State, z: Tensor, i: int) -> tuple[State, Expectation]:
         """Evaluate z, without a gradient at the end of a run, and record it."""
         wanted = i % self.length < self.iterations
         eot = self.eot if wanted else self.final_eot(problem)
-        seen = problem.expect(z, self.objective, eot, i, target=self.aim(problem, state, i), gradient=wanted)
+        seen = self.ask(problem, z, eot, i, self.aim(problem, state, i), wanted)
         recorded = record(problem, state, z, seen)
         if not getattr(problem.model, "stochastic", False):
             return recorded, seen

@@ -19,9 +19,11 @@ from diffpure.attacks.apgd import APGD
 from diffpure.attacks.base import Attack
 from diffpure.attacks.compose import Several, Suite, Transfer, TwoStage
 from diffpure.attacks.diffattack import DIFFATTACK, Deviating
+from diffpure.attacks.diffhammer import DIFFHAMMER, DiffHammer
 from diffpure.attacks.expectation import EOT
 from diffpure.attacks.fab import FAB
 from diffpure.attacks.losses import Deviated, Reconstruction
+from diffpure.attacks.lowfrequency import LowFrequency
 from diffpure.attacks.momentum import MomentumPGD
 from diffpure.attacks.pgd import PGD, PGD_LEE_KIM
 from diffpure.attacks.square import Square
@@ -59,6 +61,7 @@ ATTACKS: Final[dict[str, tuple[Attack, ...]]] = {
     "fab-t": (FAB(),),
     "square": (Square(),),
     "stadv": (StAdv(eot=EOT(20)),),
+    "low-frequency": (LowFrequency(),),
     "autoattack-rand": AUTOATTACK_RAND,
     "autoattack-standard": (STANDARD_SUITE,),
     "bpda-eot": (BPDA_EOT,),
@@ -66,10 +69,11 @@ ATTACKS: Final[dict[str, tuple[Attack, ...]]] = {
     "transfer": (TRANSFER,),
     "diffusion-only": (DIFFUSION_ONLY,),
     "diffattack": (DIFFATTACK,),
+    "diffhammer": (DIFFHAMMER,),
 }
 
 _CLASSES: Final[tuple[type[Any], ...]] = (
-    *(APGD, FAB, MomentumPGD, PGD, Square, StAdv, Suite, Transfer, TwoStage),
+    *(APGD, DiffHammer, FAB, LowFrequency, MomentumPGD, PGD, Square, StAdv, Suite, Transfer, TwoStage),
     *(EOT, Deviated, Reconstruction, *GRADIENT_MODES.values()),
 )
 # What canonical values of attacks are made of, by the names that they have there.

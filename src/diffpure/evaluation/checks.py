@@ -1,8 +1,8 @@
 """An evaluation that doubts itself: each check is a sentence that says what is wrong, or None.
 
-The first half are pure functions of what a run has measured. The second half asks the model again: does
-its cross-entropy saturate, is its gradient right, and does the attack still get stronger with more EOT samples, more
-steps or an unlimited budget?
+The first half are pure functions of what a run has measured. The second half asks the model again: does its
+cross-entropy saturate, is its gradient right, does it answer otherwise when a gradient is asked for or when it can know
+its seeds, and does the attack still get stronger with more EOT samples, more steps or an unlimited budget?
 The list is that of Carlini et al. 2019, Tramèr et al. 2020 and Croce et al. 2022, and of what went wrong since.
 
 Survivors are booleans, one per image, True where the attack failed. Two attacks are compared on the same images. On a
@@ -18,11 +18,12 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from diffpure.attacks.base import Attack, SampledAttack
 from diffpure.attacks.expectation import EOT, expect
 from diffpure.attacks.losses import MARGIN, Model, call, margin
+from diffpure.attacks.seeds import sample_seeds
 from diffpure.audit import audit_gradient
 from diffpure.errors import InputError
 from diffpure.noise import Noise
@@ -96,6 +97,30 @@ def budget_exceeded(within: Sequence[bool]) -> str | None:
     return f"{n} of {len(within)} perturbations exceeded their budget; each was moved back inside." if n else None
 
 
+def stopped(attack: str, images: int, of: int, error: float, right: Sequence[bool]) -> str | None:
+    """Images that were left alone before the end of an attack, and how many of their evaluation samples are right."""
+    if not images:
+        return None
+    told = f"{100 * sum(right) / len(right):.1f} % of {len(right)} evaluation samples are right"
+    return (
+        f"{attack}: {images} of {of} images were left alone once confirmed as misclassified, each by mistake with a "
+        f"chance of at most {100 * error:g} %; {told}."
+    )
+
+
+def looks_at_seeds(which: str, known: Sequence[int], fresh: Sequence[int], samples: int) -> str | None:
+    """Right samples per image, of `samples` with seeds that follow from the run and of as many with unpredictable ones.
+
+    Given their sum, chance splits them by a hypergeometric law; four deviations are under one run in ten thousand.
+    """
+    shares = [(a + b) / (2 * samples) for a, b in zip(known, fresh, strict=True)]
+    variance = sum(4 * samples**2 / (2 * samples - 1) * share * (1 - share) for share in shares)
+    if (sum(known) - sum(fresh)) ** 2 <= 16 * variance:
+        return None
+    said, free = (f"{100 * sum(right) / (samples * len(right)):.0f} %" for right in (known, fresh))
+    return f"With the seeds of {which} {said} of samples are right, with unpredictable ones {free}: it knows its seeds."
+
+
 ONE_SAMPLE: Final = "The defence is random, but was attacked with one EOT sample per step: use 10 or more."
 
 
@@ -125,12 +150,10 @@ def saturated_cross_entropy(model: Model, x: Tensor, y: Tensor) -> str | None:
     )
 
 
-def audited(model: Model, x: Tensor) -> str | None:
-    """Whether a defence's gradient is that of backprop and of finite differences, in two directions on images x."""
-    if not isinstance(model, nn.Module) or not hasattr(model, "with_gradient"):
-        return None
+def audited(model: Model, x: Tensor, seeds: Sequence[int]) -> str | None:
+    """Whether the gradient at images x is that of backprop and of finite differences, in two directions."""
     try:
-        audit = audit_gradient(model, x, seeds=range(len(x)), directions=2)
+        audit = audit_gradient(model, x, seeds=seeds, directions=2)
     except InputError as error:
         return f"The gradient audit could not be made: {error}"
     if audit.passed:
@@ -138,6 +161,28 @@ def audited(model: Model, x: Tensor) -> str | None:
     worst = max(filter(None, (audit.backprop, audit.differences)), key=lambda found: found.relative_error)
     off = f"cosine {worst.cosine:.4f}, relative error {worst.relative_error:.2g}, tolerated {audit.tolerance:.2g}"
     return f"The gradient audit disagrees with the gradient mode {audit.gradient!r} ({off})."
+
+
+def looks_at_gradients(model: Model, x: Tensor, seeds: Sequence[int]) -> str | None:
+    """Logits are the same whether a gradient is asked for, as an attack does, or not, as an evaluation does."""
+    with torch.no_grad():
+        plain = call(model, x, seeds)
+    with torch.enable_grad():
+        asked = call(model, x.clone().requires_grad_(), seeds).detach()
+    off, most = float((asked - plain).abs().amax()), float(plain.abs().amax())
+    if off <= 1e-3 * most:
+        return None
+    return f"Logits of up to {most:.3g} change by {off:.2g} when a gradient is asked for: attacks see another model."
+
+
+@torch.no_grad()
+def right(model: Model, x: Tensor, y: Tensor, seeds: Sequence[int]) -> list[int]:
+    """How many samples of each image x (B, C, H, W) are right; seeds (B · D), one image after the other."""
+    samples, found = len(seeds) // len(x), []
+    for i, (image, label) in enumerate(zip(x, y, strict=True)):
+        logits = call(model, image.expand(samples, -1, -1, -1), seeds[i * samples : (i + 1) * samples])
+        found.append(int((logits.argmax(1) == label).sum()))
+    return found
 
 
 def survivors(
@@ -179,22 +224,36 @@ def strengthened(attack: Attack, *, samples: int = 1, steps: int = 1) -> Attack:
 
 
 def probe(
-    attack: Attack, model: Model, x: Tensor, y: Tensor, threat: ThreatModel, seeds: Seeds = None
+    attack: Attack,
+    model: Model,
+    x: Tensor,
+    y: Tensor,
+    threat: ThreatModel,
+    seeds: Seeds = None,
+    evaluated: Sequence[int] = (),
 ) -> tuple[str, ...]:
     """All that can be asked of one attack on a few images, at about eight times its cost: do EOT samples, steps and the
-    budget still matter?"""
+    budget still matter, and does a random model answer otherwise to the seeds of the attack and to those that evaluate
+    it (`evaluated`, as many per image as are to be compared)?"""
     chosen = Noise.of(seeds, len(x)).seeds
     random = bool(getattr(model, "stochastic", False))
-    judges = 4 * attack.ranking.samples if random else 1
-    plain = attacked(attack, model, x, y, threat, chosen, judges)
-    longer = attacked(strengthened(attack, steps=2), model, x, y, threat, chosen, judges)
-    free = attacked(attack, model, x, y, threat.unbounded(x), chosen, judges)
+    judges = attack.ranking if not random else replace(attack.ranking, samples=4 * attack.ranking.samples)
+    z = attack(model, x, y, threat, seeds=chosen)
+    plain = survivors(model, x, y, threat, z, chosen, judges)
+    longer = attacked(strengthened(attack, steps=2), model, x, y, threat, chosen, judges.samples)
+    free = attacked(attack, model, x, y, threat.unbounded(x), chosen, judges.samples)
     found = [
         still_falling("times the steps", 1, 2, plain, longer, random=random),
         unbounded_survivors(free),
     ]
     if random:
         n = attack.ranking.samples
-        wider = attacked(strengthened(attack, samples=4), model, x, y, threat, chosen, judges)
+        wider = attacked(strengthened(attack, samples=4), model, x, y, threat, chosen, judges.samples)
         found.append(still_falling("EOT samples", n, 4 * n, plain, wider, random=True))
+    if random and evaluated and not attack.ranking.fixed:
+        n = len(evaluated) // len(x)
+        steps = [sample_seeds([seed], step, 1)[0] for seed in chosen for step in range(n)]  # the attack's first ones
+        for which, images, known in (("the attack", x, steps), ("the evaluation", threat.apply(x, z), evaluated)):
+            fresh = right(model, images, y, Noise.of(None, len(known)).seeds)
+            found.append(looks_at_seeds(which, right(model, images, y, known), fresh, n))
     return doubts(found)

@@ -154,7 +154,7 @@ def set_up(
         "classes": list(settings.class_names),
         "threat": brief(job.threat),
         "budget": canonical(job.threat),
-        "attacks": {key: _about_attack(attack, model) for key, attack in job.attacks.items()},
+        "attacks": {key: _about_attack(attack, model, classes) for key, attack in job.attacks.items()},
         "rules": [str(rule) for rule in job.rules],
         "seeds": numbers,
         "batch": settings.batch,
@@ -228,16 +228,19 @@ def about_model(model: Model) -> dict[str, Any]:
     }
 
 
-def _about_attack(attack: Attack, model: Model) -> dict[str, Any]:
-    """An attack in words, with the gradient that it follows, and the values that fix it."""
+def _about_attack(attack: Attack, model: Model, classes: int) -> dict[str, Any]:
+    """An attack in words, with the gradient that it follows, and the values that fix it; of one that stops at confirmed
+    images, also the chance that a stop is a mistake, and the gradients per image of one that never does."""
     own = getattr(getattr(model, "purifier", None), "gradient", None)
     modes = {part.mode.name: part.mode for part in attack.walk() if part.mode is not None}
     if not modes and own is not None and getattr(attack, "part", "") != "classifier":
         modes = {own.name: own}
+    error = max(getattr(part, "stop", 0.0) for part in attack.walk())
     return {
         "title": attack.title,
         "gradient": " and ".join(modes or ["exact"]) if attack.uses_gradients else "",
         "approximate": attack.uses_gradients and any(mode.approximate for mode in modes.values()),
         "samples": max([1, *(part.averaged_samples for part in attack.walk() if isinstance(part, SampledAttack))]),
         "value": canonical(attack),
+        **({"stop": {"error": error, "gradients": sum(s.gradients for s in attack.account(classes))}} if error else {}),
     }

@@ -9,12 +9,13 @@ import math
 from collections.abc import Iterator
 from typing import Final
 
+from diffpure.attacks import sample_seeds
 from diffpure.evaluation import checks
 from diffpure.evaluation.setup import Evaluation
-from diffpure.evaluation.units import device_of
+from diffpure.evaluation.units import Unit, attack_seeds, device_of, evaluation_seeds
 from diffpure.results.result import Result
 from diffpure.results.rows import CLEAN
-from diffpure.threats import L2, Linf, ThreatModel
+from diffpure.threats import L2, Linf, Perceptual, ThreatModel
 
 _ASKED: Final = 16  # images whose cross-entropy is computed
 _LARGE: Final = 0.5  # an ℓ∞ budget that no image survives
@@ -30,9 +31,15 @@ def warnings_of(evaluation: Evaluation, result: Result, probe: int) -> tuple[str
         found.append(checks.not_probed(probe))
     if probe:
         x, y = images[:probe], labels[:probe]
-        found.append(checks.audited(model, x[:1]))
+        audited = False
         for name, attack in job.attacks.items():
-            found += [f"{name}: {text}" for text in checks.probe(attack, model, x, y, job.threat, range(len(x)))]
+            unit = Unit(evaluation.header["seeds"][0], name, 0, len(x))
+            seeds = attack_seeds(unit, evaluation.indices[: len(x)])  # those of the run, which a defence may know
+            if attack.uses_gradients and not audited:
+                first, audited = sample_seeds(seeds[:1], 0, 1), True
+                found += [checks.audited(model, x[:1], first), checks.looks_at_gradients(model, x[:1], first)]
+            judged = evaluation_seeds(job, unit, seeds)
+            found += [f"{name}: {text}" for text in checks.probe(attack, model, x, y, job.threat, seeds, judged)]
     return checks.doubts(found)
 
 
@@ -50,6 +57,11 @@ def of_rows(result: Result) -> tuple[str, ...]:
             found.append(checks.approximate_gradient(name, about["gradient"]))
         if header["model"].get("stochastic") and about.get("samples") == 1:
             found.append(f"{name}: {checks.ONE_SAMPLE}")
+        if "stop" in about:
+            rows = [row for row in attacked if row.attack == name]
+            left = [row for row in rows if row.gradients < about["stop"]["gradients"]]
+            samples = [k == row.label for row in left for k in row.predictions]
+            found.append(checks.stopped(name, len(left), len(rows), about["stop"]["error"], samples))
     return checks.doubts([*found, *_black_box(result)])
 
 
@@ -71,6 +83,8 @@ def _threat(threat: ThreatModel, evaluation: Evaluation) -> Iterator[str]:
     """Budgets under which any image can become any other."""
     if isinstance(threat, Linf) and threat.eps > _LARGE:
         yield f"An ℓ∞ budget of {threat.eps:g} lets every image become grey: nothing is robust under it."
+    if isinstance(threat, Perceptual):
+        yield f"The budget {threat.eps:g} is a distance in the features of {threat.features}, which bounds no ℓp norm."
     if isinstance(threat, L2) and threat.eps > math.sqrt(evaluation.images[0].numel()):
         yield f"An ℓ2 budget of {threat.eps:g} is longer than the diagonal of the images: nothing is robust under it."
 

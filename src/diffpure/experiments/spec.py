@@ -149,7 +149,7 @@ class EvaluationSpec:
         if len(set(self.seeds)) < len(self.seeds):
             raise InputError(f"Each of the seeds of a spec is given once, got {list(self.seeds)}.")
         for name, attack in self.make_attacks().items():
-            if hasattr(attack, "part") and not self.model.defended:
+            if any(hasattr(part, "part") for part in attack.walk()) and not self.model.defended:
                 raise InputError(
                     f"The attack {name!r} is on a part of a defence, so [model] needs a score or purifier."
                 )
@@ -180,7 +180,7 @@ class EvaluationSpec:
         if "data" in found:
             found["data"] = changed(self.data)
         if self.threat != Linf(8 / 255):
-            found["threat"] = {"kind": type(self.threat).__name__.lower(), "eps": self.threat.eps}
+            found["threat"] = {"kind": type(self.threat).__name__.lower(), **changed(self.threat)}
         plain: dict[str, Any] = json.loads(json.dumps({"model": model, **found}))
         return plain
 
