@@ -1,6 +1,7 @@
 """What purification keeps of photographs and brings back after an attack: top-1 accuracy of a classifier on ImageNet.
 
-    python benchmarks/photographs.py FOLDER [--images 500] [--minutes 40] [--threads 2] [--out runs/photographs]
+    python benchmarks/photographs.py FOLDER [--images 500] [--samplers one-shot ddim few-step] [--minutes 40]
+        [--threads 2] [--out runs/photographs]
 
 FOLDER holds validation images of ImageNet in any layout that the source `imagenet` reads. A random choice of them, the
 same every time, is cropped to 224 × 224 and attacked once, PGD-20 on the undefended classifier, ℓ∞ 4/255; the same
@@ -38,21 +39,18 @@ from diffpure.results.rows import Rate
 Model = nn.Module
 Row = dict[str, Any]
 BARE = "undefended"
+SAMPLERS = {
+    "one-shot": lambda t: dp.OneShot(t),
+    "ddim": lambda t: dp.DDIM(t, steps=5),
+    "few-step": lambda t: dp.FewStep(t, steps=5),
+}
 
 
-def defences(score: dp.ScoreModel, classifier: Model, t_stars: list[float]) -> dict[str, Model]:
+def defences(score: dp.ScoreModel, classifier: Model, names: list[str], t_stars: list[float]) -> dict[str, Model]:
     """The undefended classifier and a defence for each sampler and t*, cheapest first."""
-    samplers = [make(t) for make in (dp.OneShot, _ddim, _few_step) for t in t_stars]
+    samplers = [SAMPLERS[name](t) for name in names for t in t_stars]
     purifiers = [dp.Purifier(score, sampler) for sampler in samplers]
     return {BARE: classifier, **{purifier.title: dp.Defense(purifier, classifier) for purifier in purifiers}}
-
-
-def _ddim(t: float) -> dp.DDIM:
-    return dp.DDIM(t, steps=5)
-
-
-def _few_step(t: float) -> dp.FewStep:
-    return dp.FewStep(t, steps=5)
 
 
 @torch.no_grad()
@@ -100,7 +98,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
     began = time.monotonic()
     classifier = dp.load_classifier(options.classifier)
     score = dp.load_score(options.score, like=options.like)
-    models = defences(score, classifier, options.t_stars)
+    models = defences(score, classifier, options.samplers, options.t_stars)
     data = imagenet.read(options.data)
     chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))[: options.images].tolist()
     threat, attack = dp.Linf(4 / 255), dp.PGD(iterations=options.iterations)
@@ -155,6 +153,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=500)
     parser.add_argument("--block", type=int, default=25, help="images that go through everything together")
     parser.add_argument("--iterations", type=int, default=20, help="of the attack")
+    parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=list(SAMPLERS))
     parser.add_argument("--t-stars", type=float, nargs="+", default=[0.02, 0.05, 0.1, 0.15])
     parser.add_argument("--score", default="photos-small")
     parser.add_argument("--like", help="the embedded model that a file is read as")
