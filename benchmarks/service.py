@@ -13,6 +13,7 @@ file is removed by hand for new measurements.
 from __future__ import annotations
 
 import argparse
+import atexit
 import collections
 import contextlib
 import json
@@ -47,6 +48,7 @@ class Server:
         if token:
             environment["DIFFPURE_TOKEN"] = token
         self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        atexit.register(self.process.kill)  # nothing is left running, whatever happens here
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
@@ -228,6 +230,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("out/service.jsonl"))
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     lines = options.out.read_text().splitlines() if options.out.exists() else []
     done = {each["what"]: each["found"] for each in map(json.loads, lines)}
