@@ -30,7 +30,7 @@ runner = CliRunner()
 @pytest.fixture
 def world(tmp_path, monkeypatch):
     """A folder to work in, and a score of 0 at 16 pixels in place of the embedded one."""
-    monkeypatch.setattr(diffpure.scores.load, "load_score", lambda name, like=None: Silent())
+    monkeypatch.setattr(diffpure.scores.load, "load_score", lambda name, like=None, **_: Silent())
     monkeypatch.setattr(os, "fsync", lambda file: None)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -88,7 +88,7 @@ def test_without_a_model_the_size_of_an_image_chooses_it(world, monkeypatch):
             alpha = self.sde.alpha(t)[0]
             return ((x - alpha.sqrt() * self.value) / (1 - alpha).sqrt()).float()
 
-    monkeypatch.setattr(diffpure.scores.load, "load_score", lambda name, like=None: Colour(name))
+    monkeypatch.setattr(diffpure.scores.load, "load_score", lambda name, like=None, **_: Colour(name))
     for name, size in (("icon.png", (32, 32)), ("photo.png", (40, 33)), ("wide.png", (32, 48))):
         (world / name).write_bytes(encoded(smooth(*size)))
     np.savez(world / "set.npz", icons=np.zeros((2, 32, 32), np.uint8), photos=np.zeros((2, 20, 20), np.uint8))

@@ -126,7 +126,7 @@ def test_a_purifier_that_cannot_be_sent_is_one_sentence(tmp_path, folder, cluste
 
 
 def test_the_command(tmp_path, folder, cluster, monkeypatch):
-    monkeypatch.setattr(diffpure.scores.load, "load_score", lambda name, like=None: Silent())
+    monkeypatch.setattr(diffpure.scores.load, "load_score", lambda name, like=None, **_: Silent())
     monkeypatch.chdir(tmp_path)  # relative paths, and workers with another working directory
 
     def call(*words):
