@@ -1,15 +1,18 @@
-"""Threads for tests, the golden numbers, and the evaluation that others are compared with."""
+"""What tests share: threads, golden numbers, the evaluation that others are compared with, a browser, a cluster."""
 
 from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING
+import shutil
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 if TYPE_CHECKING:
+    from diffpure.evaluation.engine import Ray
     from diffpure.results.result import Result
     from goldens import Paper
 
@@ -34,3 +37,28 @@ def reference() -> Result:
     from evaluations import settle  # only here, as most tests need no evaluation
 
     return settle()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Debian's Chromium, driven by playwright."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = shutil.which("chromium") or shutil.which("chromium-browser")
+    if path is None:
+        pytest.skip("no Chromium on this machine")
+    with playwright.sync_playwright() as p:
+        opened = p.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Ray]:
+    """A Ray cluster of two workers on this machine."""
+    from diffpure.evaluation.engine import Ray  # only here, as most tests need no cluster
+
+    ray = pytest.importorskip("ray", reason="Ray is an optional extra")
+    engine = Ray(workers=2)
+    engine.connect(ray)
+    yield engine
+    ray.shutdown()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import socket
 import threading
 
@@ -14,19 +13,6 @@ from test_play import bomb
 
 BARE, ADAPTIVE = "Attack the undefended classifier", "Attack the defence (adaptive)"
 PATIENCE = 60_000  # milliseconds, on a machine that is busy
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Debian's Chromium, driven by playwright."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = shutil.which("chromium") or shutil.which("chromium-browser")
-    if path is None:
-        pytest.skip("no Chromium on this machine")
-    with playwright.sync_playwright() as p:
-        opened = p.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
-        yield opened
-        opened.close()
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ import diffpure as dp
 import diffpure.scores.load
 from diffpure import cli
 from diffpure.errors import InputError
-from diffpure.evaluation.engine import Ray
 from diffpure.files import purify_files
 from pictures import Silent, encoded, noisy, npz, smooth, tree, write_tar
 
@@ -39,14 +38,6 @@ class Deadly(Silent):
             self.marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().epsilon(x, t)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Ray]:
-    engine = Ray(workers=2)
-    engine.connect(ray)
-    yield engine
-    ray.shutdown()
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -82,14 +81,6 @@ def kill_one(killed: list[int], over: threading.Event) -> None:
 def test_an_address_where_nothing_is(tmp_path):
     with pytest.raises(InputError, match="no way to reach a Ray cluster at localhost:1 "):
         settle(tmp_path / "r", Ray(address="localhost:1"))
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Ray]:
-    engine = Ray(workers=2)
-    engine.connect(ray)
-    yield engine
-    ray.shutdown()
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="workers are found in /proc")

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 
 from diffpure.report.page import html
 from diffpure.results.rows import CLEAN
 from reports import PGD, hostile, pictures, reported
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Debian's Chromium, driven by playwright."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = shutil.which("chromium") or shutil.which("chromium-browser")
-    if path is None:
-        pytest.skip("no Chromium on this machine")
-    with playwright.sync_playwright() as p:
-        opened = p.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
-        yield opened
-        opened.close()
 
 
 @pytest.fixture
