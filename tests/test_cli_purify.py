@@ -74,6 +74,19 @@ def test_the_folder_records_its_settings_and_refuses_others(world):
     assert "1 purified" in call("a.png", "-o", "out", "--t-star", "0.2", "--overwrite").stdout
 
 
+def test_other_weights_of_the_same_name_do_not_continue_a_folder(world, monkeypatch):
+    (world / "a.png").write_bytes(encoded())
+    words = ["a.png", "-o", "out", "--model", "cifar10-small"]
+    assert call(*words).exit_code == 0
+
+    class Trained(Silent):
+        pass
+
+    monkeypatch.setattr(diffpure.scores.load, "load_score", lambda name, like=None, **_: Trained())
+    with pytest.raises(InputError, match="with weights"):
+        call(*words)
+
+
 def test_without_a_model_the_size_of_an_image_chooses_it(world, monkeypatch):
     """A stand-in score returns its own colour: 0 for cifar10-small, 1 for photos-small."""
     asked = []

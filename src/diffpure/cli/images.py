@@ -15,6 +15,7 @@ from diffpure.errors import InputError, unknown
 
 if TYPE_CHECKING:
     from diffpure.diffusion.samplers import Sampler
+    from diffpure.diffusion.score import ScoreModel
     from diffpure.files import Report
     from diffpure.purifiers.diffusion import Purifier
 
@@ -77,8 +78,8 @@ def purify(
 
     models = [SMALL, PHOTOS] if model is None else [model]
     ways = {name: make_sampler(sampler, t_star, steps, T_STAR.get(name)) for name in models}
-    scores = {name: backend_score(load_score(name, like=like, allow_code=allow_code), backend) for name in models}
-    purifiers = {name: Purifier(scores[name], way) for name, way in ways.items()}
+    scores = {name: load_score(name, like=like, allow_code=allow_code) for name in models}
+    purifiers = {name: Purifier(backend_score(scores[name], backend), way) for name, way in ways.items()}
     if work.device is None:  # a Ray worker moves its own copy
         for purifier in purifiers.values():
             purifier.to(where)
@@ -94,7 +95,7 @@ def purify(
             batch=batch,
             max_pixels=max_pixels or LARGEST,
             device=where,
-            settings=_settings(like, sampler, ways) | ({} if backend == "torch" else {"backend": backend}),
+            settings=_settings(like, sampler, ways, scores) | ({} if backend == "torch" else {"backend": backend}),
             overwrite=overwrite,
             sizes=sizes,
             on_image=None if trajectory == "none" else _drawer(usual, sizes, trajectory, where),
@@ -115,21 +116,21 @@ def _show(report: Report, size: int | None) -> None:
             say(f"{kind:<6}  {visible(f'{name}: {reason}')}")
 
 
-def _settings(like: str | None, name: str, ways: Mapping[str, Sampler]) -> dict[str, Any]:
+def _settings(
+    like: str | None, name: str, ways: Mapping[str, Sampler], scores: Mapping[str, ScoreModel]
+) -> dict[str, Any]:
     """What decides the result besides the options of files: the weights and the sampler with all its values."""
     from dataclasses import asdict
 
-    from diffpure.models.checkpoints import sha256
+    from diffpure.models.identity import identify
 
     values: list[dict[str, Any]] = [asdict(way) for way in ways.values()]  # type: ignore[call-overload]
     same = {key: value for key, value in values[0].items() if all(each[key] == value for each in values)}
     others = [key for key in values[0] if key not in same]
     differing = {key: {model: each[key] for model, each in zip(ways, values, strict=True)} for key in others}
     model = next(iter(ways)) if len(ways) == 1 else f"{SMALL} at 32x32, {PHOTOS} at other sizes"
-    weights = {"weights": sha256(Path(model))} if Path(model).is_file() else {}
-    if model.endswith(".xml") and (beside := Path(model).with_suffix(".bin")).is_file():
-        weights["weights"] += sha256(beside)  # OpenVINO's two files
-    return {"model": model, "like": like, **weights, "sampler": name, **same, **differing}
+    weights = " ".join(map(identify, scores.values()))
+    return {"model": model, "like": like, "weights": weights, "sampler": name, **same, **differing}
 
 
 def make_sampler(name: str, t_star: float | None, steps: int | None, usual: float | None = None) -> Sampler:
