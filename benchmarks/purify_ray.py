@@ -98,7 +98,7 @@ def main() -> None:
             marker.unlink(missing_ok=True)
             purifier = Deadly(score, sampler).kill_at(args.files // 2, out, marker)
             engine = Ray(workers=args.workers)
-            engine._connect(importlib.import_module("ray"))
+            engine.connect(importlib.import_module("ray"))
         measure(purifier, warm, args.work / "warm", engine)
         found = measure(purifier, source, out, engine)
         if part == "ray":
