@@ -19,15 +19,16 @@ def head(path: str, length: int, kind: str) -> bytes:
     return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
-async def answer(reader: asyncio.StreamReader) -> int:
-    """The status of one answer, which is read to its end."""
+async def answer(reader: asyncio.StreamReader) -> tuple[int, bool]:
+    """The status of one answer, which is read to its end, and whether the connection stays open."""
     status = int((await reader.readline()).split()[1])
-    length = 0
+    length, keep = 0, True
     while (line := (await reader.readline()).strip()) != b"":
         name, _, value = line.partition(b":")
         length = int(value) if name.lower() == b"content-length" else length
+        keep = keep and (name.lower(), value.strip().lower()) != (b"connection", b"close")
     await reader.readexactly(length)
-    return status
+    return status, keep
 
 
 async def clients(port: int, works: Iterator[Any], concurrency: int, one: Callable[..., Any]) -> list[Any]:
@@ -55,7 +56,7 @@ async def clients(port: int, works: Iterator[Any], concurrency: int, one: Callab
 
 async def post(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes) -> tuple[int, bool]:
     writer.write(head("/purify", len(data), PNG) + data)
-    return await answer(reader), True
+    return await answer(reader)
 
 
 def load(port: int, count: int, concurrency: int) -> dict[str, Any]:
@@ -119,20 +120,20 @@ async def attack(
     if kind in ("type", "empty"):
         body = data if kind == "type" else b""
         writer.write(head("/purify", len(body), "text/html" if kind == "type" else PNG) + body)
-        return await answer(reader), True
+        return await answer(reader)
     if kind == "claim":
         writer.write(head("/purify", 10**12, PNG) + data)
-        return await answer(reader), False
+        return (await answer(reader))[0], False
     if kind == "garbage":
         writer.write(os.urandom(200) + b"\r\n\r\n")
-        return await answer(reader), False
+        return (await answer(reader))[0], False
     if kind in ("gone", "half"):
         writer.write(head("/purify", len(data), PNG) + (data if kind == "gone" else data[:50]))
         await writer.drain()
         return -1, False
     writer.write(head("/purify", len(data), PNG))
     if kind == "stuck":  # the server's own time for a body
-        return await answer(reader), False
+        return (await answer(reader))[0], False
     for i in range(10):
         writer.write(data[i : i + 1])
         await asyncio.sleep(0.1)

@@ -238,7 +238,7 @@ def test_an_image_is_refused_by_the_pixels_and_tiles_that_it_claims():
         (b'{"images": []}', 422),
         (b'{"images": [1]}', 422),
         (b'{"images": ["eA=="], "seed": 1}', 422),
-        (b'{"images": ["a", "b", "c"]}', 413),
+        (b'{"images": ["a", "b", "c"]}', 422),
     ],
 )
 def test_batches_that_are_none(body, status):

@@ -276,7 +276,7 @@ def _images(body: bytes, most: int) -> list[str]:
     if not isinstance(images, list) or not images or not all(isinstance(image, str) for image in images):
         raise Refusal(422, 'The body is {"images": ["base64", …]} with one image or more, and nothing else.')
     if len(images) > most:
-        raise Refusal(413, f"A batch has at most {most} images, got {len(images)}.")
+        raise Refusal(422, f"A batch has at most {most} images, got {len(images)}.")
     return images
 
 

@@ -55,7 +55,7 @@ _REFUSALS: Final = {
     400: "The body is empty or no JSON.",
     401: "The token is missing or wrong.",
     408: "The body did not arrive in time.",
-    413: "Too many bytes, pixels or images.",
+    413: "Too many bytes or pixels.",
     415: "Another content type than is accepted.",
     422: "What was sent cannot be used: no image, a damaged one, or one that the model gives no finite answer to.",
     503: "The service is busy or the model failed; Retry-After says when to try again.",
