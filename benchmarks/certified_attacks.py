@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 from diffpure.attacks import EOT, MomentumPGD
-from diffpure.evaluation.certify import Certifying, Smoothing, draw_seeds
-from diffpure.evaluation.smoothed import decisions
+from diffpure.certificates.certify import Certifying, Smoothing, draw_seeds
+from diffpure.certificates.smoothed import decisions
 from diffpure.experiments.certify import certificate_spec
 from diffpure.experiments.spec import EvaluationSpec
 from diffpure.noise import mix

@@ -35,8 +35,9 @@ from diffpure.evaluation.evaluate import Progress, evaluate
 from diffpure.evaluation.store import read_tensors
 from diffpure.purifiers.diffusion import Purifier
 from diffpure.purify import Defense
+from diffpure.results.read import read_rows
 from diffpure.results.result import Result
-from diffpure.results.rows import CLEAN, Row, read_rows
+from diffpure.results.rows import CLEAN, Row
 from diffpure.threats import Linf
 
 STEPS = 8 * 2 * 11  # of the evaluation below: eight batches, two attacks, eleven steps

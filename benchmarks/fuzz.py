@@ -38,16 +38,17 @@ from diffpure.attacks import PGD, Square
 from diffpure.classifiers.load import load_classifier
 from diffpure.evaluation.evaluate import run as run_evaluation
 from diffpure.evaluation.setup import Evaluation, Settings, set_up
-from diffpure.evaluation.verify import verify
-from diffpure.evaluation.verify_files import verify_files
 from diffpure.experiments.spec import EvaluationSpec, read_toml
 from diffpure.experiments.table import Table, shipped_tables
 from diffpure.pictures.gallery import FILE, Gallery
 from diffpure.report.page import write
 from diffpure.report.runs import read_run
+from diffpure.results.read import read_rows
 from diffpure.results.result import Result
-from diffpure.results.rows import ROWS, SUMMARY, _checksum, read_rows
+from diffpure.results.rows import ROWS, SUMMARY, _checksum
 from diffpure.scores.load import load_score
+from diffpure.verification.files import verify_files
+from diffpure.verification.verify import verify
 
 MIB = 1 << 20
 WORDS = (

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 import diffpure as dp
+from diffpure.certificates.certify import COUNT, SELECT, CertificateLog, Smoothing, draw_seeds, set_up
+from diffpure.certificates.smoothed import decisions, majority, sigma_of, smoothed, t_star_of
 from diffpure.diffusion.sde import VPSDE, DiscreteVP
 from diffpure.errors import InputError
-from diffpure.evaluation.certify import COUNT, SELECT, CertificateLog, Smoothing, draw_seeds, set_up
-from diffpure.evaluation.smoothed import decisions, majority, sigma_of, smoothed, t_star_of
-from diffpure.evaluation.verify_certificates import verify_certificates
 from diffpure.noise import Noise, mix
 from diffpure.results.certificates import CertificateRow, Certification, read_certificates
-from diffpure.results.rows import read_rows
+from diffpure.results.read import read_rows
+from diffpure.verification.certificates import verify_certificates
 from problems import images, tiny_classifier, tiny_unet
 
 PHI = NormalDist()

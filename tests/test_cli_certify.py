@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 import diffpure as dp
 from diffpure import cli
+from diffpure.certificates.smoothed import sigma_of
 from diffpure.errors import InputError
-from diffpure.evaluation.smoothed import sigma_of
 from diffpure.experiments import load as experiments
 from diffpure.results.certificates import Certification, read_certificates
 from reports import PAYLOAD

@@ -20,7 +20,6 @@ from diffpure.diffusion.samplers import Ancestral, FewStep, ReverseSDE, Sampler
 from diffpure.errors import InputError
 from diffpure.evaluation.evaluate import run
 from diffpure.evaluation.setup import Evaluation, Settings, set_up
-from diffpure.evaluation.verify import verify
 from diffpure.meter import CALLS, NETWORK, count, metered
 from diffpure.models.identity import identify
 from diffpure.noise import Noise
@@ -30,6 +29,7 @@ from diffpure.purifiers.diffusion import Purifier
 from diffpure.purify import Defense, ModulePurifier, PurifierBase
 from diffpure.report.runs import read_run
 from diffpure.threats import Linf
+from diffpure.verification.verify import verify
 from evaluations import timeless
 from problems import images, tiny_classifier, tiny_unet
 

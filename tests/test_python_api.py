@@ -13,10 +13,10 @@ from torch import nn
 import diffpure as dp
 from diffpure.attacks.presets import ATTACKS, by_name, kind_of, revive_attack
 from diffpure.errors import InputError
-from diffpure.evaluation.revive import evaluation_of
 from diffpure.experiments.spec import EvaluationSpec
 from diffpure.named import canonical
 from diffpure.pictures.gallery import Gallery
+from diffpure.verification.revive import evaluation_of
 from problems import images, tiny_classifier, tiny_unet
 
 THREAT = "linf 8/255"

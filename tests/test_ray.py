@@ -18,8 +18,8 @@ from diffpure.evaluation.engine import Engine, Local, Ray
 from diffpure.evaluation.evaluate import evaluate
 from diffpure.purifiers.diffusion import Purifier
 from diffpure.purify import Defense
+from diffpure.results.read import read_rows
 from diffpure.results.result import Result
-from diffpure.results.rows import read_rows
 from diffpure.threats import Linf
 from evaluations import timeless
 from problems import images, tiny_classifier, tiny_unet

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffpure.errors import InputError
+from diffpure.results.read import read_rows
 from diffpure.results.result import Result
-from diffpure.results.rows import CLEAN, FORMAT, MINIMUM, WORST, Rate, Row, Rule, ordered, read_rows
+from diffpure.results.rows import CLEAN, FORMAT, MINIMUM, WORST, Rate, Row, Rule, ordered
 
 
 def row(image: int, attack: str, predictions: list[int], *, seed: int = 0, label: int = 0, **more: object) -> Row:

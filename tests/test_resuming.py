@@ -22,8 +22,9 @@ from diffpure.evaluation.evaluate import Tick, _effort, _ticker, evaluate, run
 from diffpure.evaluation.setup import Evaluation
 from diffpure.evaluation.store import Store
 from diffpure.evaluation.units import Done, Unit
+from diffpure.results.read import read_rows
 from diffpure.results.result import Result
-from diffpure.results.rows import CLEAN, read_rows
+from diffpure.results.rows import CLEAN
 from diffpure.threats import Linf
 from evaluations import BATCH, COUNT, RULES, THREAT, Linear, attacks, defense, line_up, problem, ready, settle, timeless
 

@@ -26,12 +26,12 @@ from diffpure.diffusion.score import GaussianScore
 from diffpure.disk import locked
 from diffpure.errors import InputError
 from diffpure.evaluation.engine import Ray, _knock
-from diffpure.evaluation.verify_files import verify_files
 from diffpure.experiments.load import Loader, gallery_of, verify_run
 from diffpure.experiments.spec import EvaluationSpec
 from diffpure.models.checkpoints import read
 from diffpure.purify import Defense
 from diffpure.training.loop import Run, cosine, train
+from diffpure.verification.files import verify_files
 from problems import images, tiny_classifier, tiny_unet
 
 SPEC = """

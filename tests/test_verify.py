@@ -18,13 +18,14 @@ from torch import nn
 
 from diffpure.evaluation.setup import Settings, set_up
 from diffpure.evaluation.units import attack_seeds, classify, evaluation_seeds
-from diffpure.evaluation.verify import Verification, verify
-from diffpure.evaluation.verify_files import verify_files
 from diffpure.evaluation.warn import of_rows
 from diffpure.purify import Defense
+from diffpure.results.read import read_rows
 from diffpure.results.result import Result
-from diffpure.results.rows import CLEAN, Row, _checksum, ordered, read_rows
+from diffpure.results.rows import CLEAN, Row, _checksum, ordered
 from diffpure.threats import Linf
+from diffpure.verification.files import verify_files
+from diffpure.verification.verify import Verification, verify
 from evaluations import BATCH, COUNT, RULES, THREAT, attacks, defense, problem, ready, settle
 from problems import tiny_classifier
 

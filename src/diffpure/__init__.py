@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from diffpure.attacks import Transfer as Transfer
     from diffpure.audit import Audit as Audit
     from diffpure.audit import audit_gradient as audit_gradient
+    from diffpure.certificates.certify import certify as certify
+    from diffpure.certificates.smoothed import smoothed as smoothed
     from diffpure.classifiers.foreign import from_timm as from_timm
     from diffpure.classifiers.load import load_classifier as load_classifier
     from diffpure.data.samples import class_names as class_names
@@ -54,10 +56,7 @@ if TYPE_CHECKING:
     from diffpure.diffusion.sde import VPSDE as VPSDE
     from diffpure.diffusion.sde import DiscreteVP as DiscreteVP
     from diffpure.errors import InputError as InputError
-    from diffpure.evaluation.certify import certify as certify
     from diffpure.evaluation.evaluate import evaluate as evaluate
-    from diffpure.evaluation.revive import verify as verify
-    from diffpure.evaluation.smoothed import smoothed as smoothed
     from diffpure.noise import Noise as Noise
     from diffpure.pictures.make import keep_pictures as keep_pictures
     from diffpure.purifiers.diffusion import Purifier as Purifier
@@ -76,6 +75,7 @@ if TYPE_CHECKING:
     from diffpure.threats import Flow as Flow
     from diffpure.threats import Linf as Linf
     from diffpure.threats import Perceptual as Perceptual
+    from diffpure.verification.revive import verify as verify
 
 _HOMES = {
     "diffpure.advice": (
@@ -116,11 +116,11 @@ _HOMES = {
         "Comparison",
         "compare",
     ),
-    "diffpure.evaluation.certify": ("certify",),
+    "diffpure.certificates.certify": ("certify",),
     "diffpure.evaluation.evaluate": ("evaluate",),
     "diffpure.results.result": ("Result",),
-    "diffpure.evaluation.revive": ("verify",),
-    "diffpure.evaluation.smoothed": ("smoothed",),
+    "diffpure.verification.revive": ("verify",),
+    "diffpure.certificates.smoothed": ("smoothed",),
     "diffpure.results.certificates": ("Certification",),
     "diffpure.pictures.make": ("keep_pictures",),
     "diffpure.report.page": ("write_report",),

@@ -46,7 +46,7 @@ def certify(
     The purifier's forward diffusion is the smoothing noise. A killed run goes on when called again.
     """
     use_threads(threads)
-    from diffpure.evaluation.certify import Smoothing, run
+    from diffpure.certificates.certify import Smoothing, run
     from diffpure.experiments.certify import EMBEDDED, certificate_spec
     from diffpure.experiments.load import run_folder
 

@@ -193,12 +193,12 @@ def verify(
 ) -> None:
     """Check runs from their files: what is proven, and what is only claimed."""
     use_threads(threads)
-    from diffpure.evaluation.verify_certificates import verify_certificates
-    from diffpure.evaluation.verify_files import verify_files
     from diffpure.experiments.certify import verify_certificate_run
     from diffpure.experiments.load import verify_run
     from diffpure.results.catalogue import find_runs
-    from diffpure.results.rows import holds_certificates
+    from diffpure.results.read import holds_certificates
+    from diffpure.verification.certificates import verify_certificates
+    from diffpure.verification.files import verify_files
 
     if rows_only and (again or allow_code):
         raise InputError("--rows-only asks no model, so that --again and --allow-code have nothing to do with it.")
@@ -231,7 +231,7 @@ def verify(
 def _device_of(run: Path) -> DeviceName:
     """The kind of device that a run was computed on: another kind rounds differently."""
     from diffpure.results.certificates import read_certificates
-    from diffpure.results.rows import holds_certificates, read_rows
+    from diffpure.results.read import holds_certificates, read_rows
 
     read = read_certificates if holds_certificates(run) else read_rows
     header, _ = read(run, on_bad=lambda _: None)

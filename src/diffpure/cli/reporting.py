@@ -27,7 +27,7 @@ def report(
     use_threads(threads)
     from diffpure.report.page import write, write_report
     from diffpure.report.runs import read_run
-    from diffpure.results.rows import holds_certificates
+    from diffpure.results.read import holds_certificates
 
     kind = kind or out.suffix.lstrip(".") or "html"
     if any(map(holds_certificates, runs)):

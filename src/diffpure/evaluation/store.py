@@ -31,7 +31,8 @@ from diffpure.errors import InputError
 from diffpure.evaluation.setup import IDENTITY
 from diffpure.evaluation.units import Unit
 from diffpure.models.checkpoints import digest
-from diffpure.results.rows import ROWS, SUMMARY, Row, read_rows
+from diffpure.results.read import read_rows
+from diffpure.results.rows import ROWS, SUMMARY, Row
 
 IMAGES: Final = "adversarial"
 STATE: Final = "state.safetensors"

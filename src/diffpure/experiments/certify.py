@@ -15,17 +15,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, final
 
+from diffpure.certificates.certify import Certifying, Smoothing, set_up
+from diffpure.certificates.smoothed import same_noise, sigma_of, smoothing_noise, t_star_of
 from diffpure.data.choice import ALL, first
 from diffpure.data.sources import DataSpec
 from diffpure.diffusion.samplers import AnySampler, sampler_of
 from diffpure.errors import InputError
-from diffpure.evaluation.certify import Certifying, Smoothing, set_up
-from diffpure.evaluation.smoothed import same_noise, sigma_of, smoothing_noise, t_star_of
-from diffpure.evaluation.verify import Verification
-from diffpure.evaluation.verify_certificates import verify_certificates
 from diffpure.experiments.load import PLAIN, Loader
 from diffpure.experiments.spec import EvaluationSpec, ModelSpec, named_folder
 from diffpure.results.certificates import FORMAT, read_certificates
+from diffpure.verification.certificates import verify_certificates
+from diffpure.verification.verify import Verification
 
 # What is certified, by diffusion denoised smoothing, when no spec is named.
 EMBEDDED: Final = EvaluationSpec(

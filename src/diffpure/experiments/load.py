@@ -24,7 +24,6 @@ from diffpure.evaluation.cost import Estimate
 from diffpure.evaluation.engine import Engine
 from diffpure.evaluation.evaluate import Choice, Progress, run
 from diffpure.evaluation.setup import Evaluation, Settings, set_up
-from diffpure.evaluation.verify import Verification, verify
 from diffpure.experiments.spec import EvaluationSpec, ModelSpec, Reference
 from diffpure.models.code import is_code, load_object
 from diffpure.pictures.gallery import Gallery, kept_gallery
@@ -32,9 +31,10 @@ from diffpure.pictures.make import make_gallery
 from diffpure.purifiers import make_purifier
 from diffpure.purifiers.diffusion import Purifier
 from diffpure.purify import Defense, PurifierBase, as_purifier
+from diffpure.results.read import read_rows
 from diffpure.results.result import Result
-from diffpure.results.rows import read_rows
 from diffpure.scores.load import load_score
+from diffpure.verification.verify import Verification, verify
 
 
 @final

@@ -18,8 +18,8 @@ from diffpure.report.runs import ReportedRun, attacked, read_run
 from diffpure.report.template import render
 from diffpure.report.texts import as_json, comma_separated, markdown
 from diffpure.results.certificates import Certification
+from diffpure.results.read import holds_certificates
 from diffpure.results.result import Result
-from diffpure.results.rows import holds_certificates
 
 
 def html(runs: Sequence[ReportedRun], remark: str = "", axes: Sequence[Axis] | None = None) -> str:

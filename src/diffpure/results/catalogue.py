@@ -13,8 +13,9 @@ from typing import Any, Final, final
 from diffpure.disk import hold, one_sentence
 from diffpure.errors import InputError
 from diffpure.results.certificates import Certification
+from diffpure.results.read import holds_certificates
 from diffpure.results.result import NOT_MEASURED, Result
-from diffpure.results.rows import ROWS, SUMMARY, holds_certificates
+from diffpure.results.rows import ROWS, SUMMARY
 
 # Everything that a run's folder may hold; what ends in .part is the leftover of a kill.
 FILES: Final = (ROWS, SUMMARY, "adversarial", "state.safetensors", "pictures.safetensors")

@@ -20,17 +20,8 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from diffpure.errors import InputError
-from diffpure.results.rows import (
-    CERTIFICATES,
-    Rate,
-    check_header,
-    check_titles,
-    finite,
-    read_lines,
-    sealed,
-    unsealed,
-    whole,
-)
+from diffpure.results.read import CERTIFICATES, check_header, check_titles, read_lines
+from diffpure.results.rows import Rate, finite, sealed, unsealed, whole
 from diffpure.results.text import aligned, as_html
 from diffpure.smoothing import MOST, certify_counts, largest_radius
 

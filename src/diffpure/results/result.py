@@ -18,7 +18,8 @@ from typing import Any, Final, final
 
 from diffpure.disk import one_sentence, write_whole
 from diffpure.errors import InputError, unknown
-from diffpure.results.rows import CLEAN, MINIMUM, SUMMARY, WORST, Rate, Row, Rule, ordered, read_rows
+from diffpure.results.read import read_rows
+from diffpure.results.rows import CLEAN, MINIMUM, SUMMARY, WORST, Rate, Row, Rule, ordered
 from diffpure.results.text import aligned, as_html
 
 SPENT: Final = ("gradients", "queries", "network", "network_gradient", "classifier", "classifier_gradient", "seconds")

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diffpure.certificates.smoothed import decisions, same_noise, smoothing_noise
 from diffpure.errors import InputError
 from diffpure.evaluation.setup import about_model, distinct, refuse_training, surroundings
-from diffpure.evaluation.smoothed import decisions, same_noise, smoothing_noise
 from diffpure.evaluation.store import Log
 from diffpure.evaluation.units import device_of, threads
 from diffpure.meter import metered
@@ -33,7 +33,7 @@ from diffpure.named import check_fields
 from diffpure.noise import mix, mix_all
 from diffpure.purify import Defense
 from diffpure.results.certificates import FORMAT, CertificateRow, Certification, read_certificates
-from diffpure.results.rows import CERTIFICATES
+from diffpure.results.read import CERTIFICATES
 from diffpure.smoothing import MOST, check_alpha
 from diffpure.validate import as_images, as_labels
 

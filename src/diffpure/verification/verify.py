@@ -33,8 +33,9 @@ from diffpure.evaluation.setup import IDENTITY, Evaluation
 from diffpure.evaluation.store import IMAGES, read_tensors
 from diffpure.evaluation.units import Batch, Unit, attack_seeds, classify, compute, device_of, evaluation_seeds, threads
 from diffpure.evaluation.warn import of_rows
+from diffpure.results.read import read_rows
 from diffpure.results.result import Result
-from diffpure.results.rows import CLEAN, SUMMARY, Row, ordered, read_rows
+from diffpure.results.rows import CLEAN, SUMMARY, Row, ordered
 
 Rows = Mapping[tuple[int, int, str], Row]
 PROVEN: Final = (

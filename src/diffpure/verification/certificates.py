@@ -18,12 +18,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
-from diffpure.evaluation.certify import IDENTITY, Certifying
+from diffpure.certificates.certify import IDENTITY, Certifying
 from diffpure.evaluation.units import threads
-from diffpure.evaluation.verify import CLAIMED, Verification, header_problems, remarks
 from diffpure.results.certificates import CertificateRow, Certification, read_certificates
 from diffpure.results.rows import SUMMARY
 from diffpure.smoothing import certify_counts
+from diffpure.verification.verify import CLAIMED, Verification, header_problems, remarks
 
 PROVEN: Final = (
     "every image has one row, unedited, with as many draws as the header says",

@@ -21,7 +21,10 @@ from torch import Tensor
 from diffpure.errors import InputError
 from diffpure.evaluation.store import IMAGES, read_tensors
 from diffpure.evaluation.units import Unit
-from diffpure.evaluation.verify import (
+from diffpure.results.read import read_rows
+from diffpure.results.rows import CLEAN
+from diffpure.threats import ThreatModel, threat_of
+from diffpure.verification.verify import (
     CLAIMED,
     Rows,
     Verification,
@@ -30,8 +33,6 @@ from diffpure.evaluation.verify import (
     summary_problems,
     where,
 )
-from diffpure.results.rows import CLEAN, read_rows
-from diffpure.threats import ThreatModel, threat_of
 
 PROVEN_FILES: Final = (
     "every image has one row per attack and seed, with a checksum that fits, and one label",

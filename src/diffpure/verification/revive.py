@@ -13,17 +13,17 @@ from typing import Any, Final
 
 from diffpure.attacks import revive_attack
 from diffpure.attacks.losses import Model
+from diffpure.certificates.certify import Certifying, Smoothing
+from diffpure.certificates.certify import set_up as set_up_certificates
 from diffpure.errors import InputError
-from diffpure.evaluation.certify import Certifying, Smoothing
-from diffpure.evaluation.certify import set_up as set_up_certificates
 from diffpure.evaluation.setup import Evaluation, Settings, set_up
-from diffpure.evaluation.verify import Verification
-from diffpure.evaluation.verify import verify as verify_evaluation
-from diffpure.evaluation.verify_certificates import verify_certificates
 from diffpure.named import revive
 from diffpure.results.certificates import read_certificates
-from diffpure.results.rows import holds_certificates, read_rows
+from diffpure.results.read import holds_certificates, read_rows
 from diffpure.threats import THREATS, ThreatModel
+from diffpure.verification.certificates import verify_certificates
+from diffpure.verification.verify import Verification
+from diffpure.verification.verify import verify as verify_evaluation
 
 CLAIMED_SPEC: Final = "that the spec in the header was evaluated (`diffpure verify` loads what it names)"
 
