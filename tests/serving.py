@@ -14,6 +14,7 @@ from torch import Tensor
 import diffpure as dp
 from diffpure.serve.app import make_app
 from diffpure.serve.limits import Limits
+from diffpure.serve.model import Model
 from diffpure.serve.service import Handler, Service
 from pictures import identity
 
@@ -29,8 +30,10 @@ def service(
     purifier: Any = None, classifier: Any = means, *, limits: dict[str, Any] | None = None, **more: Any
 ) -> Service:
     """A service whose purifier is the identity on 16×16 pixels, unless another is given."""
-    model = dp.Defense(identity() if purifier is None else purifier, classifier)
-    return Service(model, Limits(**{"decoders": 1, **(limits or {})}), **more)
+    size = more.pop("size", None)
+    bounds = Limits(**{"decoders": 1, **(limits or {})})
+    model = Model(dp.Defense(identity() if purifier is None else purifier, classifier), batch=bounds.batch, **more)
+    return Service(model, bounds, size=size)
 
 
 @contextlib.asynccontextmanager

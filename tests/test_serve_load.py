@@ -133,7 +133,7 @@ def test_a_batch_goes_on_for_those_who_still_wait():
 
         batcher = Batcher(compute, lambda work: 2, 1.0, 10**9)
         batcher.start()
-        tasks = [asyncio.create_task(batcher.answer("any", torch.zeros(3, 2, 2))) for _ in range(2)]
+        tasks = [asyncio.create_task(batcher.answer("purify", torch.zeros(3, 2, 2))) for _ in range(2)]
         await asyncio.to_thread(started.wait)
         tasks[0].cancel()
         answer = await tasks[1]
@@ -152,7 +152,7 @@ def test_closing_ends_what_is_under_way():
 
         batcher = Batcher(compute, lambda work: 1, 0.0, 10**9)
         batcher.start()
-        task = asyncio.create_task(batcher.answer("any", torch.zeros(3, 2, 2)))
+        task = asyncio.create_task(batcher.answer("purify", torch.zeros(3, 2, 2)))
         await asyncio.sleep(0.05)
         await batcher.close()
         with pytest.raises(asyncio.CancelledError):
@@ -229,7 +229,7 @@ def test_a_late_refusal_reaches_its_own_work_only():
         batcher = Batcher(lambda works: [Refusal(422, "No."), "yes"], lambda work: 2, 1.0, 10**9)
         batcher.start()
         found = await asyncio.gather(
-            *(batcher.answer("any", torch.zeros(3, 2, 2)) for _ in range(2)), return_exceptions=True
+            *(batcher.answer("purify", torch.zeros(3, 2, 2)) for _ in range(2)), return_exceptions=True
         )
         await batcher.close()
         return found

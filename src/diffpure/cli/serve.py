@@ -152,7 +152,11 @@ def _plan(spec: str | None, named: dict[str, Any], options: dict[str, Any]) -> P
 
 def _handler(plan: Plan, engine: str, replicas: int, address: str | None, gpus: float) -> Handler:
     if engine == "local":
-        return plan.service()
+        import torch
+
+        from diffpure.serve.apart import Apart
+
+        return plan.service(Apart(plan, torch.get_num_threads()))
     from diffpure.serve.ray import connect
 
     return connect(plan, replicas=replicas, address=address, gpus=gpus)

@@ -32,7 +32,8 @@ from diffpure import __version__
 from diffpure.serve import schema
 from diffpure.serve.limits import GONE, Refusal, full
 from diffpure.serve.metrics import TYPE, Metrics
-from diffpure.serve.service import Classification, File, Handler
+from diffpure.serve.model import Classification
+from diffpure.serve.service import File, Handler
 
 log: Final = logging.getLogger("diffpure.serve")
 _DRAIN: Final = 4  # bodies of up to so many times the limit are read to their end, so that their sender hears why

@@ -3,7 +3,7 @@
     a work arrives → waits at most `wait` for others of its key → the oldest and all that are alike → compute → answers
 
 While a batch is computed others arrive, so under load a batch is full when its turn comes and nothing is waited for.
-One thread is enough: torch works outside Python's lock, and two batches at once would only share its cores.
+One thread is enough: two batches at once would only share the cores.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from diffpure.diffusion.paths import Path
 from diffpure.errors import InputError
 from diffpure.serve.limits import Refusal, full
 
+Kind = Literal["purify", "classify"]
 log: Final = logging.getLogger("diffpure.serve")
 
 
@@ -32,7 +33,7 @@ log: Final = logging.getLogger("diffpure.serve")
 class Work:
     """An image (C, H, W) that somebody waits for; alike works, by their key, can be computed together."""
 
-    kind: str
+    kind: Kind
     image: Tensor
     answer: asyncio.Future[Any]
     since: float = field(default_factory=time.monotonic)
@@ -50,6 +51,10 @@ class Work:
 
 class Stopped(Exception):
     """Nobody waits for a batch any more."""
+
+
+class Failed(Exception):
+    """A model failed elsewhere; its argument says of what."""
 
 
 @final
@@ -112,7 +117,7 @@ class Batcher:
                 await self._task
         self._thread.shutdown()
 
-    async def answer(self, kind: str, image: Tensor) -> Any:
+    async def answer(self, kind: Kind, image: Tensor) -> Any:
         """The answer to one image; whoever stops waiting for it takes it back."""
         if self._waiting and sum(work.image.numel() for work in self._waiting) + image.numel() > self._held:
             raise full()
@@ -171,7 +176,6 @@ class Batcher:
                 return [self._answers([work])[0] for work in batch]
             if isinstance(error, InputError):
                 return [Refusal(422, str(error))]
-            log.error(
-                "The model failed on an image of shape %s (%s).", tuple(batch[0].image.shape), type(error).__name__
-            )
+            why = error.args[0] if isinstance(error, Failed) else type(error).__name__
+            log.error("The model failed on an image of shape %s (%s).", tuple(batch[0].image.shape), why)
             return [Refusal(503, "The model failed on this image; smaller images take less memory.", retry_after=10)]

@@ -106,6 +106,20 @@ class Decoders:
             self._idle.put(worker)
 
 
+def forked(work: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
+    """A new process that calls `work` with the other end of the connection and the arguments.
+
+    It is forked from a small one that has imported this module and nothing else, which takes milliseconds.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=work, args=(theirs, *arguments), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
 class _Worker:
     """One process, started again when it has died."""
 
@@ -118,14 +132,8 @@ class _Worker:
     def start(self) -> Connection:
         """The connection to a living process."""
         if self._connection is None:
-            # Forked from a small process that has imported this module and nothing else: a new one takes milliseconds.
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload([__name__])
-            self._connection, theirs = context.Pipe()
-            arguments = (theirs, self._limits.decoder_memory, self._limits.decoder_seconds)
-            self._process = context.Process(target=_work, args=arguments, daemon=True)
-            self._process.start()
-            theirs.close()
+            arguments = (self._limits.decoder_memory, self._limits.decoder_seconds)
+            self._process, self._connection = forked(_work, *arguments)
             self._connection.recv_bytes()  # it has imported everything
         return self._connection
 

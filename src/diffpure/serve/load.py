@@ -20,6 +20,7 @@ from diffpure.files.tiles import Fit
 from diffpure.purifiers.diffusion import Purifier
 from diffpure.purify import Defense
 from diffpure.serve.limits import Limits
+from diffpure.serve.model import Computer, Model
 from diffpure.serve.service import Service
 
 
@@ -44,12 +45,18 @@ class Plan:
     size: int | None = None
     limits: Limits = field(default_factory=Limits)
 
-    def service(self) -> Service:
-        """The service, with its model loaded."""
-        model = self.defense()
-        size = self.size or (self.data.size if self.data else None) or model.purifier.size
-        names, device = self._names(), self.device
-        return Service(model, self.limits, draws=self.draws, fit=self.fit, size=size, names=names, device=device)
+    def service(self, model: Computer | None = None) -> Service:
+        """The service, with its model loaded in this process unless it is given."""
+        model = model or self.computer()
+        size = self.size or (self.data.size if self.data else None) or model.size
+        return Service(model, self.limits, size=size)
+
+    def computer(self) -> Model:
+        """The model, ready to answer batches."""
+        names = self._names()
+        return Model(
+            self.defense(), batch=self.limits.batch, draws=self.draws, fit=self.fit, names=names, device=self.device
+        )
 
     def defense(self) -> Defense:
         """The model itself."""

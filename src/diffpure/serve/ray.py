@@ -20,10 +20,12 @@ import torch
 
 from diffpure.errors import InputError
 from diffpure.evaluation.engine import Ray, import_ray
+from diffpure.serve.batching import Kind
 from diffpure.serve.limits import Limits, Refusal
 from diffpure.serve.load import Plan
 from diffpure.serve.metrics import Metrics
-from diffpure.serve.service import Classification, Door, File, Kind
+from diffpure.serve.model import Classification
+from diffpure.serve.service import Door, File
 
 NAME: Final = "diffpure"
 _PAUSE: Final = 0.2  # seconds before an image is sent again

@@ -3,8 +3,7 @@
     purify      decode → batch → purified 8-bit pixels → encode in the format that came
     classify    decode → resize and cut to the model's size → batch of `draws` purifications each → classifier
 
-Over the draws the logits are averaged, as the decision rule "average of N" does it; the spread is their standard
-deviation. It knows nothing of HTTP: FastAPI, Ray and the tests call it alike, and whatever it cannot do is a `Refusal`.
+It knows nothing of HTTP: FastAPI, Ray and the tests call it alike, and whatever it cannot do is a `Refusal`.
 """
 
 from __future__ import annotations
@@ -12,22 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal, Protocol, final
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, final
 
 import torch
-from torch import Tensor
 
-from diffpure.files.pictures import eight_bits
-from diffpure.files.tiles import Fit, as_floats, count_tiles, purify_images, way
-from diffpure.noise import Noise
-from diffpure.purify import Defense
-from diffpure.serve.batching import Batcher, Watched, Work
+from diffpure.files.tiles import count_tiles, way
+from diffpure.serve.batching import Batcher, Kind, Work
 from diffpure.serve.decoding import TYPES, Decoders
 from diffpure.serve.limits import GONE, Limits, Refusal, full
 from diffpure.serve.metrics import Metrics
+from diffpure.serve.model import Classification, Computer
 
-Kind = Literal["purify", "classify"]
 GROUP: Final = 1_000_000  # pixels that are purified together at most, unless one image alone has more
 
 
@@ -38,30 +33,6 @@ class File:
 
     data: bytes
     type: str
-
-
-@final
-@dataclass(frozen=True)
-class Classification:
-    """What the defended classifier says of an image: per class, in the order of its logits.
-
-    label: the class of the largest averaged logit.   logits: averaged over the draws.   probabilities: their softmax.
-    spread: the standard deviation of each logit over the draws, None for one draw.   agreement: the share of draws
-    whose own largest logit is the label's.   names: of the classes, empty where they are not known.
-    """
-
-    label: int
-    name: str | None
-    draws: int
-    agreement: float
-    logits: tuple[float, ...]
-    probabilities: tuple[float, ...]
-    spread: tuple[float, ...] | None
-    names: tuple[str, ...]
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return asdict(self)
 
 
 class Handler(Protocol):
@@ -126,28 +97,17 @@ class Door:
 
 @final
 class Service:
-    """The handler that computes in this process.
+    """The handler that decodes, batches and encodes on this machine.
 
-    model: the defence; it is moved nowhere.   draws: purifications per classified image.   fit: how images of another
-    size than the purifier's are purified.   size: to which classified images are brought, None for as they are.
+    model: what computes, in this process or in one of its own.   size: to which classified images are brought, None for
+    as they are.
     """
 
-    def __init__(
-        self,
-        model: Defense,
-        limits: Limits,
-        *,
-        draws: int = 1,
-        fit: Fit = "auto",
-        size: int | None = None,
-        names: Sequence[str] = (),
-        device: str = "cpu",
-    ) -> None:
+    def __init__(self, model: Computer, limits: Limits, *, size: int | None = None) -> None:
         self.limits, self.metrics = limits, Metrics()
-        self._draws, self._fit, self._size, self._names, self._device = draws, fit, size, tuple(names), device
+        self._model, self._size = model, size
         self._decoders = Decoders(limits)
         self._batcher = Batcher(self._compute, self._capacity, limits.wait, limits.held, self._count)
-        self._model = model.with_gradient(Watched(self._batcher.check))
         self._door = Door(limits, self.metrics)
         self.metrics.restarts.set_function(lambda: self._decoders.restarts)
 
@@ -165,6 +125,7 @@ class Service:
         """End the workers; whatever is under way is lost."""
         await self._batcher.close()
         self._decoders.close()
+        self._model.stop()
 
     async def purify(self, data: bytes) -> File:
         """The purified image file, in the format that came."""
@@ -183,8 +144,8 @@ class Service:
 
     def _check_tiles(self, height: int, width: int) -> None:
         """Refuse an image that would keep the model from all others."""
-        size = self._model.purifier.size
-        if size is not None and way(height, width, size, self._fit) == "tiles":
+        size = self._model.size
+        if size is not None and way(height, width, size, self._model.fit) == "tiles":
             tiles, most = count_tiles(height, width, size), self.limits.tiles
             if tiles > most:
                 raise Refusal(
@@ -197,44 +158,13 @@ class Service:
         """How many works like this one are computed together; tiles of one image fill a batch alone."""
         height, width = work.image.shape[-2:]
         if work.kind == "classify":
-            return max(1, self.limits.batch // self._draws)
-        if way(height, width, self._model.purifier.size, self._fit) == "tiles":
+            return max(1, self.limits.batch // self._model.draws)
+        if way(height, width, self._model.size, self._model.fit) == "tiles":
             return 1
         return max(1, min(self.limits.batch, GROUP // (height * width)))
 
-    @torch.no_grad()
     def _compute(self, works: Sequence[Work]) -> Sequence[Any]:
-        images = torch.stack([work.image for work in works])
-        if works[0].kind == "classify":
-            return self._classifications(images)
-        seeds = Noise.of(None, len(images)).seeds
-        purifier, rows = self._model.purifier, self.limits.batch
-        return list(eight_bits(purify_images(purifier, images, self._fit, seeds, rows, device=self._device)))
-
-    def _classifications(self, images: Tensor) -> list[Classification]:
-        rows = as_floats(images).repeat_interleave(self._draws, 0)
-        parts = []
-        for first in range(0, len(rows), self.limits.batch):
-            self._batcher.check()
-            part = rows[first : first + self.limits.batch].to(self._device)
-            parts.append(self._model(part).double().cpu())
-        logits = torch.cat(parts)
-        return [self._classification(each) for each in logits.reshape(len(images), self._draws, -1)]
-
-    def _classification(self, logits: Tensor) -> Classification:
-        mean = logits.mean(0)
-        label = int(mean.argmax())
-        names = self._names if len(self._names) == len(mean) else ()
-        return Classification(
-            label=label,
-            name=names[label] if names else None,
-            draws=len(logits),
-            agreement=float((logits.argmax(1) == label).double().mean()),
-            logits=tuple(mean.tolist()),
-            probabilities=tuple(mean.softmax(0).tolist()),
-            spread=tuple(logits.std(0).tolist()) if len(logits) > 1 else None,
-            names=names,
-        )
+        return self._model.compute(works[0].kind, torch.stack([work.image for work in works]), self._batcher.check)
 
     def _count(self, images: int, seconds: float) -> None:
         self.metrics.batches.observe(images)
