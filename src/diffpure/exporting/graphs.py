@@ -237,25 +237,33 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     def group_norm(
         x: Any, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
     ) -> Any:
-        """By means over pixels, then over the channels of a group, in any order of memory.
+        """One product and one sum per pixel; the means, of x and of x², are taken over pixels, then over a group.
 
         The usual form reshapes the image to its groups, for which OpenVINO reorders the memory twice per layer.
         """
         channels = x.shape[1]
 
-        def pooled(values: Any) -> Any:
-            mean = op.ReduceMean(values, op.Constant(value_ints=[2, 3]), keepdims=0)
-            mean = op.Reshape(mean, op.Constant(value_ints=[0, groups, channels // groups]))
-            mean = op.ReduceMean(mean, op.Constant(value_ints=[2]), keepdims=1)
-            mean = op.Expand(mean, op.Constant(value_ints=[1, 1, channels // groups]))
-            return op.Reshape(mean, op.Constant(value_ints=[-1, channels, 1, 1]))
+        def mean(values: Any) -> Any:
+            """Over the pixels and channels of each group: (B, groups, 1)."""
+            pixels = op.ReduceMean(values, op.Constant(value_ints=[2, 3]), keepdims=0)
+            split = op.Reshape(pixels, op.Constant(value_ints=[0, groups, channels // groups]))
+            return op.ReduceMean(split, op.Constant(value_ints=[2]), keepdims=1)
+
+        def spread(values: Any) -> Any:
+            """One number per group as one per channel: (B, C, 1, 1)."""
+            wide = op.Expand(values, op.Constant(value_ints=[1, 1, channels // groups]))
+            return op.Reshape(wide, op.Constant(value_ints=[-1, channels, 1, 1]))
 
         one = op.Constant(value_ints=[1, channels, 1, 1])
-        centred = op.Sub(x, pooled(x))
-        scale = op.Reciprocal(op.Sqrt(op.Add(pooled(op.Mul(centred, centred)), op.Constant(value_float=eps))))
+        centre = mean(x)
+        variance = op.Relu(op.Sub(mean(op.Mul(x, x)), op.Mul(centre, centre)))  # rounding may leave it below 0
+        inverse = op.Reciprocal(op.Sqrt(op.Add(variance, op.Constant(value_float=eps))))
+        scale, shift = spread(inverse), spread(op.Neg(op.Mul(centre, inverse)))
         if weight is not None:
-            scale = op.Mul(scale, op.Reshape(weight, one))
-        normal = op.Mul(centred, scale)
-        return normal if bias is None else op.Add(normal, op.Reshape(bias, one))
+            factor = op.Reshape(weight, one)
+            scale, shift = op.Mul(scale, factor), op.Mul(shift, factor)
+        if bias is not None:
+            shift = op.Add(shift, op.Reshape(bias, one))
+        return op.Add(op.Mul(x, scale), shift)
 
     return {torch.ops.aten.expm1.default: expm1, torch.ops.aten.group_norm.default: group_norm}

@@ -32,7 +32,7 @@ from diffpure.scores.exported import ExportedScore
 TOLERANCE: Final = 1e-4
 TIMES: Final = (1e-5, 1e-3, 0.05, 0.1, 0.4, 1.0)
 BATCHES: Final = (1, 3)
-REVISION: Final = 1  # of what is written, for names in the cache
+REVISION: Final = 2  # of what is written, for names in the cache
 
 
 def export_score(score: ScoreModel, runtime: Runtime = "onnx") -> tuple[ExportedScore, float]:
