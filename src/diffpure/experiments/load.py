@@ -55,7 +55,7 @@ class Loader:
         classifier = load_classifier(**self._arguments(spec.classifier))
         if not spec.defended:
             return classifier.to(self.device)
-        return Defense(self._purifier(spec), classifier).to(self.device)
+        return Defense(self._purifier(spec), classifier, draws=spec.draws, rule=spec.rule).to(self.device)
 
     def data(self, spec: EvaluationSpec) -> Dataset:
         """The images of a spec."""

@@ -47,6 +47,7 @@ from diffpure.named import changed, construct, lookup, too_deep
 from diffpure.purifiers import PURIFIERS
 from diffpure.results.rows import DEFAULT_RULES, Rule
 from diffpure.threats import Linf, ThreatModel, threat_of
+from diffpure.vote import Vote, VoteRule
 
 Table = Mapping[str, Any]
 
@@ -88,6 +89,8 @@ class ModelSpec:
     without it and without `purifier` the undefended classifier is evaluated.   sampler: of the diffusion purifier.
     purifier: another purifier, a table such as {kind = "blur", sigma = 1.0} or a reference to a user's own.
     gradient: the mode for attacks that name none.   rounds: purify that many times in a row.
+    draws: purify each image so often, each time with noise of its own, and let the draws decide together.
+    rule: the "average" of the probabilities of the draws, or the "majority" of their classes.
     """
 
     classifier: str | Table | Reference
@@ -96,6 +99,8 @@ class ModelSpec:
     purifier: str | Table | None = None
     gradient: str | Table = "exact"
     rounds: int = 1
+    draws: int = 1
+    rule: VoteRule = "average"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "classifier", Reference.of(self.classifier, "classifier"))
@@ -109,6 +114,8 @@ class ModelSpec:
             _check_purifier(self.purifier)
         if self.rounds < 1:
             raise InputError(f"rounds is a whole number of at least 1, got {self.rounds}.")
+        if Vote(self.draws, self.rule).draws > 1 and not self.defended:
+            raise InputError(f"The draws are of a purifier, so [model] needs a score or purifier, got draws {self.draws}.")
         gradient_mode(self.gradient)
         sampler_of(self.sampler)
 
@@ -218,7 +225,7 @@ class EvaluationSpec:
         rules = [Rule.parse(rule) for rule in self.rules]
         return replace(
             self,
-            model=replace(self.model, sampler=_tiny_sampler(self.model.sampler)),
+            model=replace(self.model, sampler=_tiny_sampler(self.model.sampler), draws=min(self.model.draws, 2)),
             data=replace(self.data, images="0-1"),
             attacks=tuple(_tiny(table) for table in self.attacks),
             rules=tuple(str(replace(rule, n=min(rule.n, 3))) for rule in rules),

@@ -117,7 +117,9 @@ def _attack(bench: Bench, choices: Choices, attacked: Attacked, *, labelled: boo
     classifier = "classifier" if bench.given is not None or then.classifier == choices.classifier else _classifier(then)
     victim = classifier
     if attacked.defended:
-        victim = "model" if same else f"dp.Defense({_purifier(bench, then)}, {classifier})"
+        other = _purifier(bench, then) if not same else ""
+        made = f"dp.Defense({other}, {classifier})" if bench.given is None else f"model.with_purifier({other})"
+        victim = "model" if same else made
     gradient = ', gradient="exact"' if attacked.defended else ""
     kind = type(then.make_attack(defended=attacked.defended)).__name__
     stopped = "" if run.done else f"  # the page was stopped after step {run.step} of {run.steps}"

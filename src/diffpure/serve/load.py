@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -22,13 +22,16 @@ from diffpure.purify import Defense
 from diffpure.serve.limits import Limits
 from diffpure.serve.service import Service
 
+DRAWS: Final = 8  # per classified image, where neither the caller nor the model says
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What is served: a model, how it is loaded, and the limits of a request.
 
-    data: the images that the classifier is for; it names the classes.   draws: purifications per classified image.
+    data: the images that the classifier is for; it names the classes.   draws: purifications per classified image, by
+    default those of the model where it votes itself, else 8.
     backend: what computes the score: torch, onnx or openvino.   size: the side that classified images are brought to,
     by default that of the data, or of the score model.
     """
@@ -38,7 +41,7 @@ class Plan:
     base: Path | None = None
     device: str = "cpu"
     allow_code: bool = False
-    draws: int = 8
+    draws: int | None = None
     fit: Fit = "auto"
     backend: str = "torch"
     size: int | None = None
@@ -49,7 +52,8 @@ class Plan:
         model = self.defense()
         size = self.size or (self.data.size if self.data else None) or model.purifier.size
         names, device = self._names(), self.device
-        return Service(model, self.limits, draws=self.draws, fit=self.fit, size=size, names=names, device=device)
+        draws = self.draws or (model.draws if model.vote else DRAWS)
+        return Service(model, self.limits, draws=draws, fit=self.fit, size=size, names=names, device=device)
 
     def defense(self) -> Defense:
         """The model itself."""
@@ -97,4 +101,4 @@ def _computed(model: Defense, backend: str) -> Defense:
     score: ScoreModel = backend_score(purifier.score, backend)
     score = Even(score) if backend == "openvino" else score
     other = Purifier(score, purifier.sampler, rounds=purifier.rounds, autocast=purifier.autocast, fit=purifier.fit)
-    return Defense(other, model.classifier, name=model.name)
+    return model.with_purifier(other)

@@ -3,8 +3,8 @@
     purify      decode → batch → purified 8-bit pixels → encode in the format that came
     classify    decode → resize and cut to the model's size → batch of `draws` purifications each → classifier
 
-Over the draws the logits are averaged, as the decision rule "average of N" does it; the spread is their standard
-deviation. It knows nothing of HTTP: FastAPI, Ray and the tests call it alike, and whatever it cannot do is a `Refusal`.
+Over the draws the logits are averaged, as the decision rule "average of N" does it, unless the defence votes itself:
+then its own vote decides. The spread is the standard deviation of the logits. It knows nothing of HTTP: FastAPI, Ray and the tests call it alike, and whatever it cannot do is a `Refusal`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Final, Literal, Protocol, final
 import torch
 from torch import Tensor
 
+from diffpure.errors import InputError
 from diffpure.files.pictures import eight_bits
 from diffpure.files.tiles import Fit, as_floats, count_tiles, purify_images, way
 from diffpure.noise import Noise
@@ -45,7 +46,8 @@ class File:
 class Classification:
     """What the defended classifier says of an image: per class, in the order of its logits.
 
-    label: the class of the largest averaged logit.   logits: averaged over the draws.   probabilities: their softmax.
+    label: the class of the largest of the logits.   logits: averaged over the draws, or what the defence's vote makes of
+    them.   probabilities: their softmax.
     spread: the standard deviation of each logit over the draws, None for one draw.   agreement: the share of draws
     whose own largest logit is the label's.   names: of the classes, empty where they are not known.
     """
@@ -128,8 +130,9 @@ class Door:
 class Service:
     """The handler that computes in this process.
 
-    model: the defence; it is moved nowhere.   draws: purifications per classified image.   fit: how images of another
-    size than the purifier's are purified.   size: to which classified images are brought, None for as they are.
+    model: the defence; it is moved nowhere.   draws: purifications per classified image, those of the model where it
+    votes itself.   fit: how images of another size than the purifier's are purified.   size: to which classified images
+    are brought, None for as they are.
     """
 
     def __init__(
@@ -143,6 +146,8 @@ class Service:
         names: Sequence[str] = (),
         device: str = "cpu",
     ) -> None:
+        if model.vote and draws != model.draws:
+            raise InputError(f"The model votes over {model.draws} draws itself, so draws is {model.draws}, got {draws}.")
         self.limits, self.metrics = limits, Metrics()
         self._draws, self._fit, self._size, self._names, self._device = draws, fit, size, tuple(names), device
         self._decoders = Decoders(limits)
@@ -217,21 +222,21 @@ class Service:
         for first in range(0, len(rows), self.limits.batch):
             self._batcher.check()
             part = rows[first : first + self.limits.batch].to(self._device)
-            parts.append(self._model(part).double().cpu())
+            parts.append(self._model.classify(self._model.purifier(part)).double().cpu())
         logits = torch.cat(parts)
         return [self._classification(each) for each in logits.reshape(len(images), self._draws, -1)]
 
     def _classification(self, logits: Tensor) -> Classification:
-        mean = logits.mean(0)
-        label = int(mean.argmax())
-        names = self._names if len(self._names) == len(mean) else ()
+        decided = self._model.decide(logits)[0] if self._model.vote else logits.mean(0)
+        label = int(decided.argmax())
+        names = self._names if len(self._names) == len(decided) else ()
         return Classification(
             label=label,
             name=names[label] if names else None,
             draws=len(logits),
             agreement=float((logits.argmax(1) == label).double().mean()),
-            logits=tuple(mean.tolist()),
-            probabilities=tuple(mean.softmax(0).tolist()),
+            logits=tuple(decided.tolist()),
+            probabilities=tuple(decided.softmax(0).tolist()),
             spread=tuple(logits.std(0).tolist()) if len(logits) > 1 else None,
             names=names,
         )
