@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from diffpure.evaluation.evaluate import evaluate as evaluate
     from diffpure.evaluation.revive import verify as verify
     from diffpure.evaluation.smoothed import smoothed as smoothed
+    from diffpure.experiments.load import load_defense as load_defense
     from diffpure.noise import Noise as Noise
     from diffpure.pictures.make import keep_pictures as keep_pictures
     from diffpure.purifiers.diffusion import Purifier as Purifier
@@ -158,6 +159,7 @@ _HOMES = {
         "DiscreteVP",
         "VPSDE",
     ),
+    "diffpure.experiments.load": ("load_defense",),
     "diffpure.noise": ("Noise",),
     "diffpure.threats": (
         "Flow",

@@ -10,11 +10,11 @@ yet, and because every draw then weighs the same: the logits have no bound, so a
 would decide for all the others. The logarithm is what a classifier's logits are up to a constant (its softmax is p̄),
 and by log Σ exp it neither saturates nor loses the gradient where p̄ rounds to 0 or 1.
 
-The majority is the share of the draws, with one more vote that is split as p̄ is: so no share is zero, and of classes
-with equally many draws the one with the larger p̄ wins. p̄ never outweighs a draw: to be one draw behind, a class has
-other draws against it, each of which gives it at most ½. Counts have no gradient (it is zero wherever there is one), so
-an attack on the counts alone would stand still, and robustness would be feigned. It is given that of the average,
-straight through: what moves p̄ moves the draws that are nearest to their decision.
+The majority is the share of the draws, with one vote more that is split as p̄ is. So no share is zero, and of classes
+with equally many draws the one with the larger p̄ wins; a class with fewer draws never does, as p̄ is a single vote. The
+counts have no gradient: it is zero wherever there is one, so an attack that followed it would stand still, and the
+defence would look robust because its gradient is masked. An attack is given the gradient of the average, straight
+through: raising another class's p̄ is what turns draws to it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from diffpure.errors import InputError
 from diffpure.named import check_fields
 
 VoteRule = Literal["average", "majority"]
+
 
 @final
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class Vote:
         return f"{self.rule} of {self.draws} draws"
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Log-probabilities (B, classes) of the logits of all draws, one image after the other: (B · draws, classes)."""
-        said = logits.unflatten(0, (-1, self.draws))
+        """Log-probabilities (B, classes) from the logits of all draws (B · draws, classes), image after image."""
+        said = logits.reshape(-1, self.draws, logits.shape[1])
         said = said.to(torch.promote_types(said.dtype, torch.float32))  # halves have too few digits to be averaged
         average = said.log_softmax(2).logsumexp(1) - math.log(self.draws)
         if self.rule == "average":

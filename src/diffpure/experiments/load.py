@@ -98,6 +98,16 @@ class Loader:
 PLAIN: Final = Loader()
 
 
+def load_defense(name: str) -> Defense:
+    """A whole defence by name, ready to use, with its score, sampler, t*, classifier and vote.
+
+    `diffpure models list` has the names, and `diffpure models show NAME` what was measured.
+    """
+    model = PLAIN.model(ModelSpec.of({"defense": name}))
+    assert isinstance(model, Defense)
+    return model
+
+
 class Named(Protocol):
     """What a run is made from: its hash names it."""
 

@@ -32,7 +32,7 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, Self, final
 
@@ -41,7 +41,8 @@ from diffpure.attacks.presets import ATTACKS, own_keys
 from diffpure.data.sources import DataSpec
 from diffpure.diffusion.gradients import gradient_mode
 from diffpure.diffusion.samplers import sampler_of
-from diffpure.errors import InputError
+from diffpure.errors import InputError, unknown
+from diffpure.models.cards import defense_card
 from diffpure.models.code import is_code
 from diffpure.named import changed, construct, lookup, too_deep
 from diffpure.purifiers import PURIFIERS
@@ -115,9 +116,20 @@ class ModelSpec:
         if self.rounds < 1:
             raise InputError(f"rounds is a whole number of at least 1, got {self.rounds}.")
         if Vote(self.draws, self.rule).draws > 1 and not self.defended:
-            raise InputError(f"The draws are of a purifier, so [model] needs a score or purifier, got draws {self.draws}.")
+            raise InputError(f"{self.draws} draws need a purifier to draw from, so [model] needs a score or purifier.")
         gradient_mode(self.gradient)
         sampler_of(self.sampler)
+
+    @classmethod
+    def of(cls, table: Table) -> ModelSpec:
+        """The [model] in a table; `defense` names one that has a card, and other keys change it."""
+        known, what, own = {f.name for f in fields(cls)} | {"defense"}, "key of [model]", dict(table)
+        for key in own:
+            if key not in known:
+                raise unknown(what, key, known)
+        whole = defense_card(own.pop("defense")).model if "defense" in own else {}
+        made: ModelSpec = construct(cls, {**whole, **own}, what)
+        return made
 
     @property
     def defended(self) -> bool:
@@ -201,7 +213,7 @@ class EvaluationSpec:
         values = dict(table)
         if not isinstance(values.get("model"), Mapping):
             raise InputError("A spec needs a table [model] with a classifier.")
-        values["model"] = construct(ModelSpec, values["model"], "key of [model]")
+        values["model"] = ModelSpec.of(values["model"])
         if "data" in values:
             values["data"] = construct(DataSpec, values["data"], "key of [data]")
         if "threat" in values:

@@ -52,7 +52,7 @@ class Plan:
         model = self.defense()
         size = self.size or (self.data.size if self.data else None) or model.purifier.size
         names, device = self._names(), self.device
-        draws = self.draws or (model.draws if model.vote else DRAWS)
+        draws = DRAWS if self.draws is None and not model.vote else self.draws
         return Service(model, self.limits, draws=draws, fit=self.fit, size=size, names=names, device=device)
 
     def defense(self) -> Defense:

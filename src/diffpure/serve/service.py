@@ -4,7 +4,8 @@
     classify    decode → resize and cut to the model's size → batch of `draws` purifications each → classifier
 
 Over the draws the logits are averaged, as the decision rule "average of N" does it, unless the defence votes itself:
-then its own vote decides. The spread is the standard deviation of the logits. It knows nothing of HTTP: FastAPI, Ray and the tests call it alike, and whatever it cannot do is a `Refusal`.
+then its own vote decides. The spread is the standard deviation of the logits. It knows nothing of HTTP: FastAPI, Ray
+and the tests call it alike, and whatever it cannot do is a `Refusal`.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ class File:
 class Classification:
     """What the defended classifier says of an image: per class, in the order of its logits.
 
-    label: the class of the largest of the logits.   logits: averaged over the draws, or what the defence's vote makes of
-    them.   probabilities: their softmax.
-    spread: the standard deviation of each logit over the draws, None for one draw.   agreement: the share of draws
-    whose own largest logit is the label's.   names: of the classes, empty where they are not known.
+    label: the class of the largest logit.   logits: averaged over the draws, or what the defence's vote makes of them.
+    probabilities: their softmax.   spread: the standard deviation of each logit over the draws, None for one draw.
+    agreement: the share of draws whose own largest logit is the label's.   names: of the classes, empty where they are
+    not known.
     """
 
     label: int
@@ -130,8 +131,8 @@ class Door:
 class Service:
     """The handler that computes in this process.
 
-    model: the defence; it is moved nowhere.   draws: purifications per classified image, those of the model where it
-    votes itself.   fit: how images of another size than the purifier's are purified.   size: to which classified images
+    model: the defence; it is moved nowhere.   draws: purifications per classified image, by default those of the
+    model.   fit: how images of another size than the purifier's are purified.   size: to which classified images
     are brought, None for as they are.
     """
 
@@ -140,14 +141,15 @@ class Service:
         model: Defense,
         limits: Limits,
         *,
-        draws: int = 1,
+        draws: int | None = None,
         fit: Fit = "auto",
         size: int | None = None,
         names: Sequence[str] = (),
         device: str = "cpu",
     ) -> None:
+        draws = model.draws if draws is None else draws
         if model.vote and draws != model.draws:
-            raise InputError(f"The model votes over {model.draws} draws itself, so draws is {model.draws}, got {draws}.")
+            raise InputError(f"The model votes over {model.draws} draws itself, so leave draws out, got {draws}.")
         self.limits, self.metrics = limits, Metrics()
         self._draws, self._fit, self._size, self._names, self._device = draws, fit, size, tuple(names), device
         self._decoders = Decoders(limits)
