@@ -29,7 +29,7 @@ from diffpure.noise import Noise, Seeds
 from diffpure.validate import as_images, check_logits
 from diffpure.vote import Vote, VoteRule
 
-PER_CALL: Final = 256  # draws of a vote in one call of the purifier, as everywhere
+PER_CALL: Final = 256  # draws of a vote in one call of the purifier, as many as images elsewhere
 
 
 class PurifierBase(nn.Module, ABC):
