@@ -22,6 +22,7 @@ LAYERS = (
     "models",
     "scores",
     "classifiers",
+    "vote",
     "purify",
     "purifiers",
     "exporting",

@@ -10,6 +10,7 @@ import logging
 import re
 import struct
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,6 +31,8 @@ from diffpure.serve import load
 from diffpure.serve.app import make_app
 from diffpure.serve.limits import Limits, Refusal
 from diffpure.serve.load import Even, Plan
+from diffpure.serve.model import Model
+from diffpure.serve.service import Service
 from pictures import encoded, noisy, smooth
 from serving import PNG, Slow, asked, posted, service
 from test_files import damaged_files, odd_images
@@ -106,6 +109,26 @@ def test_a_classification_averages_logits_over_draws():
     torch.testing.assert_close(torch.tensor(answer["logits"]).double(), logits, atol=1e-5, rtol=0)
     torch.testing.assert_close(torch.tensor(answer["probabilities"]).double(), logits.softmax(0), atol=1e-5, rtol=0)
     assert answer["spread"] == pytest.approx([0, 0, 0])
+
+
+def test_a_defence_that_votes_decides_itself_and_no_draw_is_taken_twice():
+    sizes = []
+
+    def noted(images):
+        sizes.append(len(images))
+        return torch.stack([images.mean((1, 2, 3)) - 0.5, torch.zeros(len(images))], 1)
+
+    model = dp.Defense(noisy(), noted, draws=3, rule="majority")
+    answer = posted(Service(Model(model), Limits(decoders=1)), "/classify", encoded(COLOUR)).json()
+    assert (answer["draws"], sizes) == (3, [3])
+    assert max(answer["logits"]) >= np.log(2 / 4)  # two of three draws, and one vote more that is split
+    assert answer["probabilities"][answer["label"]] == max(answer["probabilities"])
+    assert sum(answer["probabilities"]) == pytest.approx(1)
+    with pytest.raises(InputError, match="votes over 3 draws itself, so leave draws out, got 8"):
+        Model(model, draws=8)
+    table = ModelSpec(classifier="cifar10-resnet", score="cifar10-small", sampler="one-shot")
+    for own, given, wanted in ((1, None, load.DRAWS), (1, 4, 4), (3, None, 3), (3, 3, 3)):
+        assert Plan(model=replace(table, draws=own), draws=given).computer().draws == wanted
 
 
 def test_the_spread_is_that_of_the_logits_of_the_draws():

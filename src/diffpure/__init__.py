@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from diffpure.diffusion.sde import DiscreteVP as DiscreteVP
     from diffpure.errors import InputError as InputError
     from diffpure.evaluation.evaluate import evaluate as evaluate
+    from diffpure.experiments.load import load_defense as load_defense
     from diffpure.noise import Noise as Noise
     from diffpure.pictures.make import keep_pictures as keep_pictures
     from diffpure.purifiers.diffusion import Purifier as Purifier
@@ -158,6 +159,7 @@ _HOMES = {
         "DiscreteVP",
         "VPSDE",
     ),
+    "diffpure.experiments.load": ("load_defense",),
     "diffpure.noise": ("Noise",),
     "diffpure.threats": (
         "Flow",

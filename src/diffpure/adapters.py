@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from diffpure.errors import InputError
-from diffpure.noise import Noise, Seeds, mix
+from diffpure.noise import Noise, Seeds
 
 
 @final
@@ -33,7 +33,7 @@ class Averaged(nn.Module):
 
     def forward(self, images: Tensor, seeds: Seeds = None) -> Tensor:
         """Logits (B, classes); the samples of an image follow from its seed."""
-        drawn = [mix(seed, d) for seed in Noise.of(seeds, len(images)).seeds for d in range(self.samples)]
+        drawn = Noise.of(seeds, len(images)).draws(self.samples).seeds
         repeated = images.repeat_interleave(self.samples, 0)
         logits: Tensor = self.model(repeated, seeds=drawn)
         return logits.reshape(len(images), self.samples, -1).mean(1)

@@ -89,6 +89,10 @@ class Noise:
         """An independent noise for a part of the work (a round, a sample), again one stream per image."""
         return Noise(tuple(mix_all(_words(self.seeds), tag).tolist()))
 
+    def draws(self, count: int) -> Noise:
+        """The children 0 … count - 1 of each image, one image after the other: (B · count) streams."""
+        return Noise(tuple(mix_all(_words(self.seeds)[:, None], np.arange(count)).ravel().tolist()))
+
     @staticmethod
     def _stream(seed: int, step: int) -> np.random.Generator:
         return np.random.Generator(np.random.Philox(key=np.array([seed, step & _MASK], dtype=np.uint64)))

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import Any, Final, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from diffpure.errors import InputError
 from diffpure.meter import CLASSIFIER, NETWORK, count
 from diffpure.noise import Noise, Seeds
 from diffpure.validate import as_images, check_logits
+from diffpure.vote import Vote, VoteRule
+
+PER_CALL: Final = 256  # draws of a vote in one call of the purifier, as many as images elsewhere
 
 
 class PurifierBase(nn.Module, ABC):
@@ -208,9 +211,21 @@ class Defense(nn.Module):
 
     purifier: any purifier or image-to-image module.   classifier: any callable from images in [0, 1] to logits; it does
     its own normalisation.   name: what results call it. Logits that are not finite are refused: it fails closed.
+    draws: purify each image so often, each time with noise of its own, and let the draws decide together.   rule: the
+    "average" of their probabilities, as log-probabilities, or the "majority" of their classes (`diffpure.vote`). An
+    attack goes through the vote, with the gradient of all draws; that of a majority is the gradient of the average.
+    One draw gives the classifier's own logits.
     """
 
-    def __init__(self, purifier: Any, classifier: Callable[[Tensor], Tensor], *, name: str = "") -> None:
+    def __init__(
+        self,
+        purifier: Any,
+        classifier: Callable[[Tensor], Tensor],
+        *,
+        name: str = "",
+        draws: int = 1,
+        rule: VoteRule = "average",
+    ) -> None:
         super().__init__()
         if not callable(classifier):
             raise InputError(f"A classifier is called with images and returns logits, got {type(classifier).__name__}.")
@@ -219,6 +234,18 @@ class Defense(nn.Module):
         self.purifier = as_purifier(purifier)
         self.classifier = classifier.eval() if isinstance(classifier, nn.Module) else classifier
         self.name = name
+        vote = Vote(draws, rule)
+        self.vote = vote if vote.draws > 1 else None
+        if self.vote and not self.stochastic:
+            raise InputError(
+                f"Draws differ by the purifier's noise, and {self.purifier.title} has none, or does not say that it is "
+                f"random (`stochastic = True`, called with `seeds=`); use draws=1, got {draws}."
+            )
+
+    @property
+    def draws(self) -> int:
+        """How many draws of each image decide together."""
+        return self.vote.draws if self.vote else 1
 
     @property
     def stochastic(self) -> bool:
@@ -228,26 +255,51 @@ class Defense(nn.Module):
     @property
     def title(self) -> str:
         """What it is, in a few words for tables."""
-        return self.name or f"{title_of(self.classifier)} behind {self.purifier.title}"
+        vote = f", {self.vote}" if self.vote else ""
+        return self.name or f"{title_of(self.classifier)} behind {self.purifier.title}{vote}"
 
     def parts(self) -> dict[str, object]:
         """What it is made of, by name."""
-        return {**self.purifier.parts(), "classifier": self.classifier}
+        vote = {"vote": str(self.vote)} if self.vote else {}
+        return {**self.purifier.parts(), "classifier": self.classifier, **vote}
 
     def with_gradient(self, gradient: Gradient) -> Defense:
         """The same defence (sharing its weights) with another gradient mode."""
-        return Defense(self.purifier.with_gradient(gradient), self.classifier, name=self.name)
+        return self.with_purifier(self.purifier.with_gradient(gradient))
+
+    def with_purifier(self, purifier: Any) -> Defense:
+        """The same classifier and vote (sharing the weights) behind another purifier."""
+        vote = self.vote or Vote()
+        return Defense(purifier, self.classifier, name=self.name, draws=vote.draws, rule=vote.rule)
+
+    def stages(self, images: Tensor, seeds: Seeds = None) -> dict[str, Tensor]:
+        """Pictures of the way of the first draw, as its purifier shows them: each (B, C, H, W), near [0, 1]."""
+        first = Noise.of(seeds, len(images)).child(0).seeds if self.vote else seeds
+        return self.purifier.stages(images, first)
 
     def forward(self, images: Tensor, seeds: Seeds = None) -> Tensor:
-        """Logits (B, classes) of the purified images."""
+        """Logits (B, classes) of the purified images; the seeds of an image's draws follow from its own."""
         if self.stochastic and torch._C._get_tracing_state() is not None:
             raise InputError("A traced defence would keep the noise of the trace, and a predictable defence is none.")
-        return self.classify(self.purifier(images, seeds))
+        if not self.vote:
+            return self.classify(self.purifier(images, seeds))
+        rows, drawn = self.drawn(images, seeds)
+        pieces = [slice(a, a + PER_CALL) for a in range(0, len(rows), PER_CALL)]
+        return self.decide(torch.cat([self.classify(self.purifier(rows[p], drawn[p])) for p in pieces]))
+
+    def drawn(self, images: Tensor, seeds: Seeds = None) -> tuple[Tensor, tuple[int, ...]]:
+        """What a vote purifies: its draws of images (B, C, H, W), one image after the other, and their seeds."""
+        images, noise = as_images(images, self.purifier.channels), Noise.of(seeds, len(images))
+        return images.repeat_interleave(self.draws, 0), noise.draws(self.draws).seeds if self.vote else noise.seeds
 
     def classify(self, purified: Tensor) -> Tensor:
-        """Logits (B, classes) of images that are purified already."""
+        """Logits (B, classes) of images that are purified already, each by itself."""
         count(CLASSIFIER, purified)
         return check_logits(self.classifier(purified), len(purified))
+
+    def decide(self, logits: Tensor) -> Tensor:
+        """Logits (B, classes) of those of all draws (B · draws, classes)."""
+        return check_logits(self.vote(logits), len(logits) // self.draws) if self.vote else logits
 
 
 def title_of(model: Any) -> str:

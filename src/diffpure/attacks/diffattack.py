@@ -45,9 +45,10 @@ class Deviating(nn.Module):
         return Deviating(self.defence.with_gradient(gradient), self.states)
 
     def forward(self, images: Tensor, seeds: Seeds = None) -> tuple[Tensor, Tensor]:
-        """Logits (B, classes) and deviations (B,)."""
-        purified, deviation = self.defence.purifier.deviation(images, seeds, states=self.states)
-        return self.defence.classify(purified), deviation
+        """Logits (B, classes) and deviations (B,), of a vote the mean over its draws."""
+        rows, drawn = self.defence.drawn(images, seeds)
+        purified, deviation = self.defence.purifier.deviation(rows, drawn, states=self.states)
+        return self.defence.decide(self.defence.classify(purified)), deviation.reshape(len(images), -1).mean(1)
 
 
 DIFFATTACK: Final = Transfer(label="diffattack", attack=APGD(loss="deviated", eot=EOT(20)), part=Deviating, eot=EOT(20))

@@ -33,8 +33,7 @@ def sample_seeds(seeds: Sequence[int], step: int, samples: int, *, fixed: bool =
     """
     if fixed:
         return tuple(mix(seed, d) if d else seed for seed in seeds for d in range(samples))
-    children = mix_all(mix_all(np.array(seeds, dtype=np.uint64), SAMPLE), step)
-    return tuple(mix_all(children[:, None], np.arange(samples)).ravel().tolist())
+    return Noise(tuple(seeds)).child(SAMPLE).child(step).draws(samples).seeds
 
 
 def uniforms(seeds: Sequence[int], step: int, count: int) -> Tensor:

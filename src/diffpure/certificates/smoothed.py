@@ -86,6 +86,8 @@ def smoothing_noise(model: Any, images: Tensor, votes: int) -> float:
         raise InputError(_refusal(type(sampler).__name__))
     if sampler.jitter or getattr(sampler, "forward", "continuous") != "continuous":
         raise InputError("A certificate needs a fixed t* and the continuous forward diffusion: no jitter, no chain.")
+    if model.draws != 1:
+        raise InputError(f"A certificate counts single draws, which are its own vote; use draws=1, got {model.draws}.")
     if purifier.rounds != 1:
         raise InputError(f"A certificate is of one round of purification, got {purifier.rounds} rounds.")
     if size is not None and images.shape[-2:] != (size, size):

@@ -16,7 +16,7 @@ from diffpure.cli.base import AsJson, Bars, app, console, grid
 from diffpure.errors import InputError
 
 if TYPE_CHECKING:
-    from diffpure.models.cards import Card
+    from diffpure.models.cards import AnyCard, Card
 
 models_app = typer.Typer(help="List, inspect, verify and fetch score models and classifiers.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
@@ -27,24 +27,26 @@ Name = Annotated[str, typer.Argument(help="A name from `diffpure models list`.")
 
 @models_app.command("list", epilog="Example: diffpure models list")
 def list_(as_json: AsJson = False) -> None:
-    """List all models, with what is on this machine."""
-    from diffpure.models.cards import cards
+    """List all models and whole defences, with what is on this machine."""
+    from diffpure.models.cards import cards, defenses
 
+    known: dict[str, AnyCard] = {**cards(), **defenses()}
     if as_json:
-        console.print_json(json.dumps({name: card.plain() for name, card in cards().items()}))
+        console.print_json(json.dumps({name: card.plain() for name, card in known.items()}))
         return
     table = Table(Column("name", no_wrap=True), "kind", "architecture", Column("where", overflow="fold"))
-    for card in sorted(cards().values(), key=lambda card: (not card.present, card.kind, card.name)):
+    for card in sorted(known.values(), key=lambda card: (not card.present, card.kind, card.name)):
         table.add_row(card.name, card.kind, card.architecture, escape(card.where))
     console.print(table)
 
 
 @models_app.command(epilog="Example: diffpure models show cifar10-small")
 def show(name: Name, as_json: AsJson = False) -> None:
-    """Show the card of a model: source, licence, hash, training, what was measured."""
-    from diffpure.models.cards import card
+    """Show the card of a model or a whole defence: source, licence, hash, training, what was measured."""
+    from diffpure.models.cards import cards, defenses
+    from diffpure.named import lookup
 
-    about = card(name).plain()
+    about = lookup(name, {**cards(), **defenses()}, "model").plain()
     if as_json:
         console.print_json(json.dumps(about))
         return

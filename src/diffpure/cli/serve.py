@@ -30,7 +30,9 @@ def serve(
     sampler: Annotated[str | None, typer.Option(help="few-step (default), one-shot, ddim, sde, …")] = None,
     t_star: Annotated[float | None, typer.Option(help="How far to diffuse, in (0, 1]; default 0.1.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the sampler.")] = None,
-    draws: Annotated[int, typer.Option(min=1, help="Purifications per classified image.")] = 8,
+    draws: Annotated[
+        int | None, typer.Option(min=1, help="Purifications per classified image; default 8, or the spec's.")
+    ] = None,
     fit: Annotated[
         Fit, typer.Option(help="Other sizes; auto: tiles above twice the size.", show_default=False)
     ] = "auto",

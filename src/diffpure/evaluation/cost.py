@@ -27,7 +27,7 @@ from diffpure.diffusion.memory import saved_bytes
 from diffpure.evaluation.units import Job, Seeded, Unit, device_of
 from diffpure.meter import CALLS
 from diffpure.noise import Noise
-from diffpure.purify import PurifierBase
+from diffpure.purify import Defense, PurifierBase
 
 MOST: int = 256  # images in one call of the model
 
@@ -65,10 +65,10 @@ def account(job: Job, unit: Unit, classes: int, one: Tensor) -> Counter[str]:
 
 
 def _calls(model: Model, spending: Spending, one: Tensor) -> dict[str, int]:
-    """The calls that evaluations of a model, or of a part of it, make."""
-    purifier = _purifier(model, spending.mode)
+    """The calls that evaluations of a model, or of a part of it, make; a part is asked about single draws."""
+    purifier, draws = _purifier(model, spending.mode), 1 if spending.part else _draws(model)
     total = Counter(dict.fromkeys(CALLS, 0))
-    for number, gradient in ((spending.queries, False), (spending.gradients, True)):
+    for number, gradient in ((draws * spending.queries, False), (draws * spending.gradients, True)):
         if not number:
             continue
         if spending.part != "purifier":
@@ -77,6 +77,12 @@ def _calls(model: Model, spending: Spending, one: Tensor) -> dict[str, int]:
             plain, graph = purifier.calls(one, gradient=gradient)
             total.update(network=number * plain, network_gradient=number * graph)
     return dict(total)
+
+
+def _draws(model: Model) -> int:
+    """How often a model purifies each image of one evaluation."""
+    inner = model.model if isinstance(model, Seeded) else model
+    return inner.draws if isinstance(inner, Defense) else 1
 
 
 def _purifier(model: Model, mode: GradientMode | None = None) -> PurifierBase | None:
@@ -93,7 +99,7 @@ def estimate(job: Job, units: Sequence[Unit], images: Tensor, classes: int) -> E
     timed, total, seconds = cache(lambda size: _seconds(job.model, one, size)), Counter[str](), 0.0
     for unit in units:
         spent = account(job, unit, classes, one)
-        each = timed(_call_size(job, unit))
+        each = timed(_call_size(job, unit) * _draws(job.model))
         seconds += sum(spent[key] * each[key] for key in CALLS)
         total.update(spent)
     return Estimate(
@@ -145,12 +151,13 @@ def _timed(work: Callable[[Tensor], Tensor], x: Tensor, gradient: bool) -> float
 
 
 def images_per_call(model: Model, attacks: Sequence[Attack], one: Tensor, memory: int | None) -> int:
-    """How many images one call of the model may hold within so many bytes (half of what is free by default)."""
+    """How many images one call of the model may hold within so many bytes (half of what is free by default); every draw
+    of a vote takes as much as an image."""
     wanted = any(attack.uses_gradients for attack in attacks)
     modes = [part.mode for attack in attacks for part in attack.walk() if part.mode is not None]
     need = max(_bytes(model, mode, one, wanted) for mode in (None, *modes))
     free = _free(one.device) if memory is None else memory
-    return max(1, min(MOST, int(free // max(1, need))))
+    return max(1, min(MOST, int(free // max(1, need))) // _draws(model))
 
 
 def _bytes(model: Model, mode: GradientMode | None, one: Tensor, gradient: bool) -> int:

@@ -28,7 +28,7 @@ from diffpure.models.checkpoints import digest
 from diffpure.models.identity import Unidentifiable, identify
 from diffpure.named import brief, canonical, checked
 from diffpure.noise import whole_number
-from diffpure.purify import title_of
+from diffpure.purify import Defense, title_of
 from diffpure.results.rows import CLEAN, DEFAULT_RULES, FORMAT, Rule, slug
 from diffpure.threats import AnyThreat, threat_of
 from diffpure.validate import as_images, as_labels, check_logits
@@ -221,11 +221,16 @@ def about_model(model: Model) -> dict[str, Any]:
     return {
         "title": title_of(model),
         "gradient": "exact" if mode is None else mode.name,
-        "approximate": mode is not None and mode.approximate,
+        "approximate": (mode is not None and mode.approximate) or _straight_through(model),
         "stochastic": bool(getattr(model, "stochastic", False)),
         "purifier": None if purifier is None else repr(purifier),
         "parts": found,
     }
+
+
+def _straight_through(model: Model) -> bool:
+    """Whether a model's vote has the gradient of something else."""
+    return isinstance(model, Defense) and model.vote is not None and model.vote.approximate
 
 
 def _about_attack(attack: Attack, model: Model, classes: int) -> dict[str, Any]:
@@ -236,10 +241,12 @@ def _about_attack(attack: Attack, model: Model, classes: int) -> dict[str, Any]:
     if not modes and own is not None and getattr(attack, "part", "") != "classifier":
         modes = {own.name: own}
     error = max(getattr(part, "stop", 0.0) for part in attack.walk())
+    straight = _straight_through(model) and not isinstance(getattr(attack, "part", None), str)  # a part has no vote
+    named = " and ".join(modes or ["exact"]) + (" straight-through" if straight else "")
     return {
         "title": attack.title,
-        "gradient": " and ".join(modes or ["exact"]) if attack.uses_gradients else "",
-        "approximate": attack.uses_gradients and any(mode.approximate for mode in modes.values()),
+        "gradient": named if attack.uses_gradients else "",
+        "approximate": attack.uses_gradients and (straight or any(mode.approximate for mode in modes.values())),
         "samples": max([1, *(part.averaged_samples for part in attack.walk() if isinstance(part, SampledAttack))]),
         "value": canonical(attack),
         **({"stop": {"error": error, "gradients": sum(s.gradients for s in attack.account(classes))}} if error else {}),

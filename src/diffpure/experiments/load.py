@@ -55,7 +55,7 @@ class Loader:
         classifier = load_classifier(**self._arguments(spec.classifier))
         if not spec.defended:
             return classifier.to(self.device)
-        return Defense(self._purifier(spec), classifier).to(self.device)
+        return Defense(self._purifier(spec), classifier, draws=spec.draws, rule=spec.rule).to(self.device)
 
     def data(self, spec: EvaluationSpec) -> Dataset:
         """The images of a spec."""
@@ -96,6 +96,16 @@ class Loader:
 
 
 PLAIN: Final = Loader()
+
+
+def load_defense(name: str) -> Defense:
+    """A whole defence by name, ready to use, with its score, sampler, t*, classifier and vote.
+
+    `diffpure models list` has the names, and `diffpure models show NAME` what was measured.
+    """
+    model = PLAIN.model(ModelSpec.of({"defense": name}))
+    assert isinstance(model, Defense)
+    return model
 
 
 class Named(Protocol):

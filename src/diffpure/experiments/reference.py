@@ -23,6 +23,7 @@ from diffpure.diffusion.samplers import SAMPLERS
 from diffpure.errors import unknown
 from diffpure.experiments.spec import EvaluationSpec, ModelSpec, Reference
 from diffpure.experiments.table import Claim, Figure, Reported, Rung, Table, TableRow
+from diffpure.models.cards import defenses
 from diffpure.named import brief, changed, short
 from diffpure.purifiers import PURIFIERS
 from diffpure.results import rows
@@ -129,7 +130,8 @@ def _spec() -> str:
 
 def _model() -> str:
     reference_ = f"A classifier or score is a name, or a table:\n\n{_fields(Reference)}"
-    return f"## `[model]`\n\n{summary(ModelSpec)}\n\n{_fields(ModelSpec)}\n\n{reference_}"
+    whole = f'`defense = "NAME"` stands for all keys of a whole defence ({", ".join(defenses())}); others change it.'
+    return f"## `[model]`\n\n{summary(ModelSpec)}\n\n{_fields(ModelSpec)}\n\n{whole}\n\n{reference_}"
 
 
 def _data() -> str:

@@ -32,7 +32,7 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, Self, final
 
@@ -41,12 +41,14 @@ from diffpure.attacks.presets import ATTACKS, own_keys
 from diffpure.data.sources import DataSpec
 from diffpure.diffusion.gradients import gradient_mode
 from diffpure.diffusion.samplers import sampler_of
-from diffpure.errors import InputError
+from diffpure.errors import InputError, unknown
+from diffpure.models.cards import defense_card
 from diffpure.models.code import is_code
 from diffpure.named import changed, construct, lookup, too_deep
 from diffpure.purifiers import PURIFIERS
 from diffpure.results.rows import DEFAULT_RULES, Rule
 from diffpure.threats import Linf, ThreatModel, threat_of
+from diffpure.vote import Vote, VoteRule
 
 Table = Mapping[str, Any]
 
@@ -88,6 +90,8 @@ class ModelSpec:
     without it and without `purifier` the undefended classifier is evaluated.   sampler: of the diffusion purifier.
     purifier: another purifier, a table such as {kind = "blur", sigma = 1.0} or a reference to a user's own.
     gradient: the mode for attacks that name none.   rounds: purify that many times in a row.
+    draws: purify each image so often, each time with noise of its own, and let the draws decide together.
+    rule: the "average" of the probabilities of the draws, or the "majority" of their classes.
     """
 
     classifier: str | Table | Reference
@@ -96,6 +100,8 @@ class ModelSpec:
     purifier: str | Table | None = None
     gradient: str | Table = "exact"
     rounds: int = 1
+    draws: int = 1
+    rule: VoteRule = "average"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "classifier", Reference.of(self.classifier, "classifier"))
@@ -109,8 +115,21 @@ class ModelSpec:
             _check_purifier(self.purifier)
         if self.rounds < 1:
             raise InputError(f"rounds is a whole number of at least 1, got {self.rounds}.")
+        if Vote(self.draws, self.rule).draws > 1 and not self.defended:
+            raise InputError(f"{self.draws} draws need a purifier to draw from, so [model] needs a score or purifier.")
         gradient_mode(self.gradient)
         sampler_of(self.sampler)
+
+    @classmethod
+    def of(cls, table: Table) -> ModelSpec:
+        """The [model] in a table; `defense` names one that has a card, and other keys change it."""
+        known, what, own = {f.name for f in fields(cls)} | {"defense"}, "key of [model]", dict(table)
+        for key in own:
+            if key not in known:
+                raise unknown(what, key, known)
+        whole = defense_card(own.pop("defense")).model if "defense" in own else {}
+        made: ModelSpec = construct(cls, {**whole, **own}, what)
+        return made
 
     @property
     def defended(self) -> bool:
@@ -194,7 +213,7 @@ class EvaluationSpec:
         values = dict(table)
         if not isinstance(values.get("model"), Mapping):
             raise InputError("A spec needs a table [model] with a classifier.")
-        values["model"] = construct(ModelSpec, values["model"], "key of [model]")
+        values["model"] = ModelSpec.of(values["model"])
         if "data" in values:
             values["data"] = construct(DataSpec, values["data"], "key of [data]")
         if "threat" in values:
@@ -218,7 +237,7 @@ class EvaluationSpec:
         rules = [Rule.parse(rule) for rule in self.rules]
         return replace(
             self,
-            model=replace(self.model, sampler=_tiny_sampler(self.model.sampler)),
+            model=replace(self.model, sampler=_tiny_sampler(self.model.sampler), draws=min(self.model.draws, 2)),
             data=replace(self.data, images="0-1"),
             attacks=tuple(_tiny(table) for table in self.attacks),
             rules=tuple(str(replace(rule, n=min(rule.n, 3))) for rule in rules),

@@ -7,7 +7,8 @@ source, and for official ones a link, the paper's tables that use it and its t*.
 values as how the model was made, its tables as what was measured.
 
 Adding a model means adding its table here and, where its network is new, one line to `ARCHITECTURES` of
-`scores.load` or `classifiers.load`.
+`scores.load` or `classifiers.load`. A whole defence is a table of `defenses.toml`: its `model` is the [model] of a
+spec, which names score, sampler and classifier, and the rest is as above.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Final, Literal, final
+from typing import Any, ClassVar, Final, Literal, final
 
 from diffpure.disk import home, write_whole
 from diffpure.errors import InputError, unknown
@@ -31,6 +32,7 @@ Kind = Literal["score", "classifier"]
 UNKNOWN: Final = "unknown"
 EMBEDDED: Final = "embedded.toml"
 FILES: Final = (EMBEDDED, "scores.toml", "classifiers.toml")
+DEFENSES: Final = "defenses.toml"
 
 
 @final
@@ -86,6 +88,58 @@ class Card:
         return {"where": self.where, "present": self.present, **known, **self.made, **self.measured}
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class DefenseCard:
+    """A whole defence: the [model] of a spec, and what was measured of it."""
+
+    name: str
+    model: Mapping[str, Any]
+    made: Mapping[str, Any] = field(default_factory=dict)
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    kind: ClassVar = "defense"
+
+    @property
+    def architecture(self) -> str:
+        """What it is made of, for people."""
+        return " behind ".join(self._names)
+
+    @property
+    def present(self) -> bool:
+        """Whether all of it is on this machine."""
+        return all(card(name).present for name in self._names)
+
+    @property
+    def where(self) -> str:
+        """Where its weights are, for people."""
+        return ", ".join(dict.fromkeys(card(name).where for name in self._names))
+
+    @property
+    def _names(self) -> list[str]:
+        return [self.model[key] for key in ("classifier", "score") if key in self.model]
+
+    def plain(self) -> dict[str, Any]:
+        """The card as a flat table, with where its weights are."""
+        about = {"where": self.where, "present": self.present, "name": self.name, "kind": self.kind}
+        return {**about, "model": self.model, **self.made, **self.measured}
+
+
+def defenses() -> dict[str, DefenseCard]:
+    """The cards of all whole defences by name."""
+    return {name: DefenseCard(name=name, **_sorted(table, DefenseCard)) for name, table in _tables(DEFENSES).items()}
+
+
+def defense_card(name: str) -> DefenseCard:
+    """The card of the defence of that name."""
+    known = defenses()
+    if not isinstance(name, str) or name not in known:
+        raise unknown("defense", name, known)
+    return known[name]
+
+
+AnyCard = Card | DefenseCard
+
+
 def cards(kind: Kind | None = None) -> dict[str, Card]:
     """All cards by name, or those of one kind."""
     return {name: card for name, card in _all().items() if kind in (None, card.kind)}
@@ -94,6 +148,8 @@ def cards(kind: Kind | None = None) -> dict[str, Card]:
 def card(name: str, kind: Kind | None = None) -> Card:
     """The card of that name."""
     known = cards(kind)
+    if name in defenses():
+        raise InputError(f"{name} is a whole defence, {defenses()[name].architecture}; name one of the two.")
     if name not in known:
         raise unknown("model", name, known)
     return known[name]
@@ -103,19 +159,25 @@ def card(name: str, kind: Kind | None = None) -> Card:
 def _all() -> dict[str, Card]:
     found: dict[str, Card] = {}
     for file in FILES:
-        text = resources.files("diffpure.models").joinpath(file).read_text("utf-8")
-        for name, table in tomllib.loads(text).items():
-            found[name] = _card(name, {**table, "embedded": file == EMBEDDED})
+        for name, table in _tables(file).items():
+            given = _sorted({**table, "embedded": file == EMBEDDED}, Card)
+            found[name] = Card(name=name, **{**given, "tables": tuple(given.get("tables", ()))})
     return found
 
 
-def _card(name: str, table: dict[str, Any]) -> Card:
-    """A card from its table; what is no field of it is how the model was made, or a table of what was measured."""
-    known = {f.name for f in fields(Card)}
-    given: dict[str, Any] = {key: value for key, value in table.items() if key in known}
+@cache
+def _tables(file: str) -> dict[str, Any]:
+    """The tables of one of the files with cards."""
+    return tomllib.loads(resources.files("diffpure.models").joinpath(file).read_text("utf-8"))
+
+
+def _sorted(table: dict[str, Any], cls: type[Card | DefenseCard]) -> dict[str, Any]:
+    """The fields of a card; what is none of them is how the model was made, or a table of what was measured."""
+    known = {f.name for f in fields(cls)}
+    given = {key: value for key, value in table.items() if key in known}
     made = {key: value for key, value in table.items() if key not in known and not isinstance(value, dict)}
     measured = {key: value for key, value in table.items() if key not in known and isinstance(value, dict)}
-    return Card(name=name, **{**given, "tables": tuple(given.get("tables", ()))}, made=made, measured=measured)
+    return {**given, "made": made, "measured": measured}
 
 
 def card_of_file(path: Path, kind: Kind, like: str | None) -> Card:

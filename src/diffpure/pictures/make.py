@@ -1,6 +1,6 @@
 """The pictures of a run, made with its model: what the recorded seeds and the kept adversarial images give again.
 
-The purified picture of an image is the one that the first evaluation sample classified.
+The purified picture of an image is the one that the first evaluation sample classified, of a vote its first draw.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _gallery(folder: Path, result: Result, evaluation: Evaluation, count: int) -
     seeds = evaluation_seeds(job, units[0], attack_seeds(units[0], result.indices[shown]))[:: job.samples]
     purifier = getattr(job.model, "purifier", None)
     if purifier is not None:
-        stages |= purifier.stages(list(stages.values())[-1], seeds)
+        stages |= getattr(job.model, "stages", purifier.stages)(list(stages.values())[-1], seeds)
     classifier = job.model if purifier is None else job.model.classifier  # type: ignore[attr-defined]
     sure, classes = torch.stack([_probabilities(classifier, x, seeds) for x in stages.values()]).max(2)
     return Gallery(

@@ -115,9 +115,10 @@ def _attack(bench: Bench, choices: Choices, attacked: Attacked, *, labelled: boo
     then, run = attacked.choices, attacked.run
     same = bench.spec_of(then).model == bench.spec_of(choices).model
     classifier = "classifier" if bench.given is not None or then.classifier == choices.classifier else _classifier(then)
-    victim = classifier
-    if attacked.defended:
-        victim = "model" if same else f"dp.Defense({_purifier(bench, then)}, {classifier})"
+    victim = "model" if attacked.defended else classifier
+    if attacked.defended and not same:
+        other = _purifier(bench, then)
+        victim = f"dp.Defense({other}, {classifier})" if bench.given is None else f"model.with_purifier({other})"
     gradient = ', gradient="exact"' if attacked.defended else ""
     kind = type(then.make_attack(defended=attacked.defended)).__name__
     stopped = "" if run.done else f"  # the page was stopped after step {run.step} of {run.steps}"

@@ -207,7 +207,7 @@ class Bench:
         loaded = self._models[key]
         if not isinstance(loaded.purifier, Purifier):
             return loaded
-        return Defense(loaded.purifier.with_sampler(self.spec_of(choices).model.sampler), loaded.classifier)
+        return loaded.with_purifier(loaded.purifier.with_sampler(self.spec_of(choices).model.sampler))
 
     def spec(self, choices: Choices, picture: Picture, *, defended: bool) -> EvaluationSpec:
         """The evaluation of the defence, or of the undefended classifier, under the chosen attack.
@@ -305,7 +305,7 @@ def look(bench: Bench, choices: Choices, scene: Scene) -> View:
     stages = tuple(Stage(name, images[0].cpu(), probabilities(images)) for name, images in (given | way).items())
     defended = [stages[-1].probabilities]
     if adversarial is not None:
-        defended.insert(0, model(repeated(x), choices.seed).softmax(1).cpu())
+        defended.insert(0, probabilities(model.purifier(repeated(x), choices.seed)))
     return View(scene, bench.names, bench.label(choices, scene.picture), stages, tuple(defended), frames)
 
 

@@ -33,11 +33,11 @@ class Apart:
     """The model of a plan, loaded and computed elsewhere; threads: of its process."""
 
     def __init__(self, plan: Plan, threads: int) -> None:
-        self.draws, self.fit = plan.draws, plan.fit
         self._plan, self._threads = plan, threads
         self._process: Any = None
         self._connection: Connection | None = None
         self.size: int | None = None
+        self.draws, self.fit = 1, plan.fit
         self._start()
 
     def _start(self) -> Connection:
@@ -52,7 +52,7 @@ class Apart:
             if isinstance(told, InputError):
                 self.stop()
                 raise told
-            self.size = told["size"]
+            self.size, self.draws = told
         return self._connection
 
     def stop(self) -> None:
@@ -107,7 +107,7 @@ def _work(connection: Connection, plan: Plan, threads: int) -> None:
     except InputError as error:
         connection.send(error)
         return
-    connection.send({"size": model.size})
+    connection.send((model.size, model.draws))
     while True:
         try:
             question = connection.recv()

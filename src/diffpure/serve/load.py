@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -23,13 +23,16 @@ from diffpure.serve.limits import Limits
 from diffpure.serve.model import Computer, Model
 from diffpure.serve.service import Service
 
+DRAWS: Final = 8  # per classified image, where neither the caller nor the model says
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What is served: a model, how it is loaded, and the limits of a request.
 
-    data: the images that the classifier is for; it names the classes.   draws: purifications per classified image.
+    data: the images that the classifier is for; it names the classes.   draws: purifications per classified image, by
+    default those of the model where it votes itself, else 8.
     backend: what computes the score: torch, onnx or openvino.   size: the side that classified images are brought to,
     by default that of the data, or of the score model.
     """
@@ -39,7 +42,7 @@ class Plan:
     base: Path | None = None
     device: str = "cpu"
     allow_code: bool = False
-    draws: int = 8
+    draws: int | None = None
     fit: Fit = "auto"
     backend: str = "torch"
     size: int | None = None
@@ -53,10 +56,9 @@ class Plan:
 
     def computer(self) -> Model:
         """The model, ready to answer batches."""
-        names = self._names()
-        return Model(
-            self.defense(), batch=self.limits.batch, draws=self.draws, fit=self.fit, names=names, device=self.device
-        )
+        model, names = self.defense(), self._names()
+        draws = DRAWS if self.draws is None and not model.vote else self.draws
+        return Model(model, batch=self.limits.batch, draws=draws, fit=self.fit, names=names, device=self.device)
 
     def defense(self) -> Defense:
         """The model itself."""
@@ -104,4 +106,4 @@ def _computed(model: Defense, backend: str) -> Defense:
     score: ScoreModel = backend_score(purifier.score, backend)
     score = Even(score) if backend == "openvino" else score
     other = Purifier(score, purifier.sampler, rounds=purifier.rounds, autocast=purifier.autocast, fit=purifier.fit)
-    return Defense(other, model.classifier, name=model.name)
+    return model.with_purifier(other)

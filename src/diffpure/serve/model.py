@@ -1,7 +1,8 @@
 """What computes the batches of a service: the defence, in this process or in one of its own.
 
     purify      8-bit or float images → purified 8-bit pixels, with fresh seeds
-    classify    images → `draws` purifications each → logits, averaged as the decision rule "average of N" does it
+    classify    images → `draws` purifications each → logits, averaged as the decision rule "average of N" does it,
+                or decided by the defence's own vote where it has one
 
 A purification is stopped by `check`, which raises between two steps when nobody waits for the batch any more.
 """
@@ -15,6 +16,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
+from diffpure.errors import InputError
 from diffpure.files.pictures import eight_bits
 from diffpure.files.tiles import Fit, as_floats, purify_images
 from diffpure.noise import Noise
@@ -29,9 +31,10 @@ Check = Callable[[], None]  # raises where a batch is to be stopped
 class Classification:
     """What the defended classifier says of an image: per class, in the order of its logits.
 
-    label: the class of the largest averaged logit.   logits: averaged over the draws.   probabilities: their softmax.
-    spread: the standard deviation of each logit over the draws, None for one draw.   agreement: the share of draws
-    whose own largest logit is the label's.   names: of the classes, empty where they are not known.
+    label: the class of the largest logit.   logits: averaged over the draws, or what the defence's vote makes of them.
+    probabilities: their softmax.   spread: the standard deviation of each logit over the draws, None for one draw.
+    agreement: the share of draws whose own largest logit is the label's.   names: of the classes, empty where they are
+    not known.
     """
 
     label: int
@@ -74,7 +77,8 @@ class Computer(Protocol):
 class Model:
     """A defence that computes in this process; it is moved nowhere.
 
-    batch: images in one call of the purifier at most.   names: of the classes.   device: where the defence is.
+    batch: images in one call of the purifier at most.   draws: by default those of the defence.   names: of
+    the classes.   device: where the defence is.
     """
 
     def __init__(
@@ -82,11 +86,14 @@ class Model:
         defense: Defense,
         *,
         batch: int = 16,
-        draws: int = 1,
+        draws: int | None = None,
         fit: Fit = "auto",
         names: Sequence[str] = (),
         device: str = "cpu",
     ) -> None:
+        draws = defense.draws if draws is None else draws
+        if defense.vote and draws != defense.draws:
+            raise InputError(f"The model votes over {defense.draws} draws itself, so leave draws out, got {draws}.")
         self.draws, self.fit, self.size = draws, fit, defense.purifier.size
         self._defense, self._batch, self._names, self._device = defense, batch, tuple(names), device
 
@@ -109,21 +116,21 @@ class Model:
         for first in range(0, len(rows), self._batch):
             check()
             part = rows[first : first + self._batch].to(self._device)
-            parts.append(watched(part).double().cpu())
+            parts.append(watched.classify(watched.purifier(part)).double().cpu())
         logits = torch.cat(parts)
         return [self._classification(each) for each in logits.reshape(len(images), self.draws, -1)]
 
     def _classification(self, logits: Tensor) -> Classification:
-        mean = logits.mean(0)
-        label = int(mean.argmax())
-        names = self._names if len(self._names) == len(mean) else ()
+        decided = self._defense.decide(logits)[0] if self._defense.vote else logits.mean(0)
+        label = int(decided.argmax())
+        names = self._names if len(self._names) == len(decided) else ()
         return Classification(
             label=label,
             name=names[label] if names else None,
             draws=len(logits),
             agreement=float((logits.argmax(1) == label).double().mean()),
-            logits=tuple(mean.tolist()),
-            probabilities=tuple(mean.softmax(0).tolist()),
+            logits=tuple(decided.tolist()),
+            probabilities=tuple(decided.softmax(0).tolist()),
             spread=tuple(logits.std(0).tolist()) if len(logits) > 1 else None,
             names=names,
         )

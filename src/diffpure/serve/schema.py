@@ -40,7 +40,7 @@ _CLASSIFIED: Final[Schema] = {
         "name": {"type": ["string", "null"]},
         "draws": {"type": "integer", "description": "Purifications, each with noise of its own."},
         "agreement": {"type": "number", "description": "The share of draws whose own largest logit is the label's."},
-        "logits": {**_NUMBERS, "description": "Averaged over the draws."},
+        "logits": {**_NUMBERS, "description": "Averaged over the draws, or what the defence's own vote makes of them."},
         "probabilities": {**_NUMBERS, "description": "The softmax of the averaged logits."},
         "spread": {
             "type": ["array", "null"],

@@ -151,8 +151,9 @@ def _words(table: Mapping[str, Any]) -> str:
 
 def header_problems(header: Mapping[str, Any], expected: Mapping[str, Any], identity: Sequence[str]) -> Iterator[str]:
     """In what a header differs from the one that the model and images at hand have; identity: the keys that count."""
-    for part, name in expected["model"]["parts"].items():
-        if header["model"].get("parts", {}).get(part) != name or name is None:
+    said, found = header["model"].get("parts", {}), expected["model"]["parts"]
+    for part in {**found, **said}:
+        if said.get(part) != found.get(part) or found.get(part) is None:
             yield f"The header names another {part} than the one at hand."
     for key in identity:
         if header.get(key) != expected[key] and key != "model":
