@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, final, overload
 
 import torch
 from rich.console import Console
@@ -65,7 +65,7 @@ def follow(
     model = recipe.build(images)
     if isinstance(config, ScoreConfig):
         assert isinstance(model, EpsilonScore)
-        training, validation = _held_out(images)
+        training, validation = held_out(images)
         state = train_score(model, training, config, validation, folder, console)
     else:
         assert isinstance(images, Images)
@@ -74,7 +74,11 @@ def follow(
     return model.eval()
 
 
-def _held_out(images: Images | Photos) -> tuple[Images | Photos, Images]:
+@overload
+def held_out(images: Images) -> tuple[Images, Images]: ...
+@overload
+def held_out(images: Images | Photos) -> tuple[Images | Photos, Images]: ...
+def held_out(images: Images | Photos) -> tuple[Images | Photos, Images]:
     """The images to train a score on, and the last ones, to watch it on."""
     if isinstance(images, Images):
         return images[:-HELD_OUT], images[-HELD_OUT:]
