@@ -64,6 +64,7 @@ class Adversary:
         z = threat.random(x, starts(seeds.tolist()))
         for _ in range(self.iterations):
             z.requires_grad_()
+            # Autograd computes what it is asked for: no gradient of the weights, which other threads are using.
             (gradient,) = torch.autograd.grad(loss(threat.apply(x, z)), z)
             z = threat.project(x, z.detach() + size * threat.ascend(gradient))
         return threat.apply(x, z)
@@ -74,8 +75,10 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     """The model in evaluation mode, and then in the mode that it was in."""
     was_training = model.training
     model.eval()
-    yield
-    model.train(was_training)
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def _divergence(p: Tensor, q: Tensor) -> Tensor:

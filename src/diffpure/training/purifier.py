@@ -1,18 +1,24 @@
-"""Training a purifier against attacks, together with the classifier behind it or with one of the two frozen.
+"""Training a purifier against attacks, with the classifier behind it, or one of the two alone.
 
-What is trained is what a defence computes in one step: an image x in [0, 1] is diffused to a time t and denoised,
+What is trained is what a defence computes in one step: an image x in [0, 1] is diffused to a time t* and denoised,
 
     P(x) = (D(x_t) + 1)/2,    x_t = √α(t) (2x - 1) + std(t) ε,    D(x_t) = (x_t - std(t) ε̂(x_t, t)) / √α(t),
 
-with t spread evenly over [t_min, t_max], one per image. The attack x' on f(P(x)) goes through the purifier with exact
-gradients; it knows t and, unless told otherwise, the noise ε. Objectives differ in the state x_t that they make of an
-image and its attack, and in what they ask of the network there. All of them can ask for the noise that leads back to
-the clean image, ε* = (x_t - √α(t) (2x - 1)) / std(t), which is denoising score matching where nothing is attacked:
+with t* spread evenly over [t_min, t_max], one per image. An attack on f(P(x)) goes through the purifier with exact
+gradients. An objective says which state x_t it makes of an image and an attack, and what it asks of the networks there.
+All of them ask for the noise that leads back to the clean image, ε* = (x_t - √α(t) (2x - 1)) / std(t), which is
+denoising score matching where nothing is attacked:
 
-    classifier   CE(f(P(x')), y) + d · w(t) |ε̂(x'_t, t) - ε*|², and the same of the clean image, both weighted
+    classifier   x_t diffused from x' = x + δ at t = t*:         CE(f(P(x')), y) + d · w(t) |ε̂(x_t, t) - ε*|²
+    bridge       x_t + 2δ (1 - α(t))/√α(t) · α(t*)/(1 - α(t*)):  w(t) |ε̂(x_t, t) - ε*|² at all t below t*
+    rank         ε = √(1 - γ²) z + γ g, γ = min(0.03/σ(t), 0.3): the same
+
+"classifier" is adversarial training of the defence; it can see clean images, too. "bridge" (ADBM: Li et al. 2025) leads
+from the attacked image at t* to the clean one at 0. "rank" (ADDT: Liu et al. 2024) attacks with noise that is Gaussian
+in each channel: g has sorted Gaussian numbers in the order of the gradient of CE(f(P(x)), y), summed over iterations.
 
 Statistics of normalisation stay what they were: fine-tuning begins with trained networks, whose running averages are
-as good as those of a small batch, and a purifier is the same function in training as it is when it is deployed.
+better than those of a small batch, and a purifier is the same function in training as it is when it is deployed.
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ from diffpure.attacks.pgd import PGD
 from diffpure.data.cifar10 import Images
 from diffpure.diffusion.samplers import OneShot
 from diffpure.diffusion.score import EpsilonScore
-from diffpure.diffusion.sde import over
+from diffpure.diffusion.sde import Schedule, over
 from diffpure.errors import InputError, unknown
 from diffpure.models.checkpoints import digest
 from diffpure.noise import Noise
@@ -47,6 +53,9 @@ from diffpure.training.score import WEIGHTINGS, epsilon_loss, spread
 LEARN: Final = ("both", "score", "classifier")
 WATCHED: Final = 64  # validation images that a checkpoint is attacked on, in so many steps:
 STEPS: Final = 5
+TIME: Final = 0  # steps of the noise of a row: a time, ranks and fresh noise by iteration
+RANKS: Final = 1
+FRESH: Final = 1000
 
 
 @final
@@ -83,15 +92,18 @@ class PurifierConfig:
             raise unknown("objective", self.objective, OBJECTIVES)
         if self.learn not in LEARN:
             raise unknown("part to learn", self.learn, LEARN)
+        if self.objective != "classifier" and self.learn != "score":
+            raise InputError(
+                f"The objective {self.objective!r} trains the score alone; say that it is to learn: score."
+            )
         if self.weighting not in WEIGHTINGS:
             raise unknown("weighting", self.weighting, WEIGHTINGS)
         if not 0 < self.t_min <= self.t_max <= 1:
             raise InputError(f"Times need 0 < t_min <= t_max <= 1, got {self.t_min} and {self.t_max}.")
-        if min(self.attacked, self.clean, self.denoising) < 0 or self.attacked + self.clean == 0:
-            raise InputError(
-                "The weights of attacked and clean images and of denoising are not negative, and not both "
-                "kinds of images have none."
-            )
+        if min(self.attacked, self.clean, self.denoising) < 0:
+            raise InputError("The weights of attacked images, of clean ones and of denoising are not negative.")
+        if self.attacked + self.clean == 0:
+            raise InputError("Attacked images, clean ones or both have a weight above zero.")
         if self.adversary.trades is not None:
             raise InputError("A purifier is trained against plain attacks, without β of TRADES.")
 
@@ -117,10 +129,11 @@ class Guarded(nn.Module):
         """The images near [0, 1] that a state becomes when the predicted noise is taken away."""
         return (self.score.sde.denoised(state, t, -predicted / over(self.score.sde.std(t), state)) + 1) / 2
 
-    def noise_from(self, x: Tensor, state: Tensor, t: Tensor) -> Tensor:
-        """ε*: the noise that leads from the images x in [0, 1] to the state."""
+    def missed(self, x: Tensor, state: Tensor, t: Tensor, predicted: Tensor, weighting: str) -> Tensor:
+        """The mean of w(t) |ε̂ - ε*|², a scalar: ε* is the noise that leads from the images x in [0, 1] to the state."""
         sde = self.score.sde
-        return (state - over(torch.exp(-sde.gamma(t)), x) * (2 * x - 1)) / over(sde.std(t), x)
+        noise = (state - over(torch.exp(-sde.gamma(t)), x) * (2 * x - 1)) / over(sde.std(t), x)
+        return epsilon_loss(sde, t, predicted, noise, weighting)
 
     def forward(self, state: Tensor, t: Tensor) -> Tensor:
         """The logits (B, K) of a purified state."""
@@ -135,10 +148,18 @@ class Rows:
 
     x: Tensor
     y: Tensor
-    t: Tensor  # (B,) float64
+    t: Tensor  # t* (B,) float64
     eps: Tensor  # the noise of the purification
-    other: Tensor  # further noise, for an attack that is not to know the first or for the mapping of ranks
-    seeds: Tensor  # of the attack's start
+    seeds: Tensor  # of everything else
+
+    @property
+    def noise(self) -> Noise:
+        """Further random numbers, which are those of the seeds."""
+        return Noise.of(self.seeds, len(self.seeds))
+
+    def below(self) -> Tensor:
+        """Times (B,) uniform in (0, t*]."""
+        return self.t * (1 - self.noise.uniform(TIME))
 
 
 def train_purifier(
@@ -198,8 +219,8 @@ def _batches(images: Images, config: PurifierConfig) -> Callable[[int], tuple[Te
         x, y = source(step)
         random = generator(config.seed, step, 4)
         t = config.t_min + (config.t_max - config.t_min) * spread(len(x), random)
-        eps, other = (torch.randn(x.shape, generator=random) for _ in range(2))
-        return x, y, t, eps, other, torch.randint(1 << 62, (len(x),), generator=random)
+        eps = torch.randn(x.shape, generator=random)
+        return x, y, t, eps, torch.randint(1 << 62, (len(x),), generator=random)
 
     return batch
 
@@ -234,15 +255,11 @@ def _classifier(model: Guarded, config: PurifierConfig, rows: Rows) -> Tensor:
         predicted = model.score.epsilon(state, t)
         logits = model.classifier(model.purified(state, t, predicted))
         value = F.cross_entropy(logits, y, label_smoothing=config.smoothing)
-        if denoising:
-            target = model.noise_from(x, state, t)
-            value = value + denoising * epsilon_loss(model.score.sde, t, predicted, target, config.weighting)
-        return value
+        return value + denoising * model.missed(x, state, t, predicted, config.weighting) if denoising else value
 
     parts = []
     if config.attacked:
-        known = eps if config.same_noise else rows.other
-        # Only the gradient of the image is asked for, so none is computed for the weights.
+        known = eps if config.same_noise else rows.noise(FRESH, eps)
         attack = config.adversary.attacked
         attacked = attack(lambda moved: F.cross_entropy(model(model.diffuse(moved, t, known), t), y), x, rows.seeds)
         parts.append(config.attacked * of(attacked))
@@ -251,5 +268,49 @@ def _classifier(model: Guarded, config: PurifierConfig, rows: Rows) -> Tensor:
     return sum(parts[1:], parts[0])
 
 
+def _bridge(model: Guarded, config: PurifierConfig, rows: Rows) -> Tensor:
+    """The noise missed on the bridge from the attacked image at t* to the clean one."""
+    x, t = rows.x, rows.below()
+
+    def state(moved: Tensor) -> Tensor:
+        return bridge(model.score.sde, 2 * x - 1, 2 * moved - 1, t, rows.t, rows.eps)
+
+    attack = config.adversary.attacked
+    met = state(attack(lambda moved: F.cross_entropy(model(state(moved), t), rows.y), x, rows.seeds))
+    return model.missed(x, met, t, model.score.epsilon(met, t), config.weighting)
+
+
+def bridge(sde: Schedule, x: Tensor, attacked: Tensor, t: Tensor, t_star: Tensor, eps: Tensor) -> Tensor:
+    """The state (B, C, H, W) at t of the bridge from the diffused attacked image at t* to x; images in [-1, 1]."""
+    # α/(1 - α) = 1/σ², so the share of the attack is √α(t) σ(t)²/σ(t*)².
+    share = torch.exp(-sde.gamma(t)) * (sde.sigma(t) / sde.sigma(t_star)) ** 2
+    return sde.diffuse(x, t, eps) + over(share, x) * (attacked - x)
+
+
+def _rank(model: Guarded, config: PurifierConfig, rows: Rows) -> Tensor:
+    """The noise missed where a part of it is what the attack would add, if it had to look Gaussian."""
+    x, t, noise = rows.x, rows.below(), rows.noise
+    gamma = over((0.03 / model.score.sde.sigma(t)).clamp(max=0.3), x)
+    gradient = torch.zeros_like(x)
+
+    def state(hostile: Tensor, plain: Tensor) -> Tensor:
+        return model.diffuse(x, t, (1 - gamma**2).sqrt() * plain + gamma * hostile)
+
+    hostile = noise(RANKS, x)
+    for i in range(config.adversary.iterations):
+        hostile.requires_grad_()
+        loss = F.cross_entropy(model(state(hostile, noise(FRESH + i, x)), t), rows.y)
+        gradient += torch.autograd.grad(loss, hostile)[0]
+        hostile = ranked(gradient, noise(RANKS + 1 + i, x))
+    met = state(hostile, rows.eps)
+    return model.missed(x, met, t, model.score.epsilon(met, t), config.weighting)
+
+
+def ranked(values: Tensor, gaussian: Tensor) -> Tensor:
+    """The Gaussian numbers of each channel in the order of the values there; both (B, C, H, W)."""
+    order = values.flatten(2).argsort(2)
+    return torch.empty_like(gaussian).flatten(2).scatter(2, order, gaussian.flatten(2).sort(2)[0]).view_as(gaussian)
+
+
 Objective = Callable[[Guarded, PurifierConfig, Rows], Tensor]
-OBJECTIVES: Final[dict[str, Objective]] = {"classifier": _classifier}
+OBJECTIVES: Final[dict[str, Objective]] = {"classifier": _classifier, "bridge": _bridge, "rank": _rank}
