@@ -198,7 +198,7 @@ def test_every_objective_lowers_its_loss(objective):
 @pytest.mark.parametrize(("learn", "frozen"), [("both", []), ("score", [1]), ("classifier", [0])])
 def test_what_does_not_learn_stays_bit_for_bit(learn, frozen):
     before = [{key: value.clone() for key, value in network.state_dict().items()} for network in networks()]
-    after = trained(learn=learn, examples=24, clean=0.5, threads=2)
+    after = trained(learn=learn, examples=24, clean=0.5, threads=3)
     assert [part for part in (0, 1) if same(before[part], after[part])] == frozen
     statistics = [key for key in before[1] if "running" in key]
     assert all(torch.equal(before[1][key], after[1][key]) for key in statistics)
@@ -236,6 +236,12 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(tmp_path, monkeypatch, o
         trained(tmp_path, **options, rate=1e-5)
 
 
+def test_a_network_without_weights_cannot_learn():
+    config = PurifierConfig(learn="classifier", examples=8, batch=8)
+    with pytest.raises(InputError, match="Flatten has no weights"):
+        train_purifier(networks()[0], nn.Flatten(), STRIPES, config)
+
+
 def test_a_run_goes_on_with_its_own_networks_only(tmp_path):
     trained(tmp_path, examples=8)
     score, classifier = networks()
@@ -251,6 +257,8 @@ def test_a_run_goes_on_with_its_own_networks_only(tmp_path):
         ({"objective": "clasifier"}, "did you mean 'classifier'"),
         ({"learn": "all"}, "part to learn"),
         ({"objective": "bridge"}, "trains the score alone"),
+        ({"objective": "rank", "learn": "score", "clean": 1.0}, "clean belongs to the objective 'classifier'"),
+        ({"objective": "bridge", "learn": "score", "same_noise": False}, "same_noise belongs"),
         ({"weighting": "edn"}, "weighting"),
         ({"t_min": 0}, "0 < t_min"),
         ({"t_min": 0.2}, "t_min <= t_max"),
@@ -298,14 +306,25 @@ def test_the_command_trains_and_writes_files_that_load(command, tmp_path):
     dp.load_classifier(tmp_path / "classifier.safetensors", like="cifar10-resnet-at")
 
 
-def test_every_option_of_the_command_reaches_the_training(command):
-    options = {"objective": "rank", "learn": "score", "rate": 1e-4, "classifier_rate": 1e-5, "decay": 0.9}
-    options |= {"t_min": 0.01, "t_max": 0.2, "attacked": 0.5, "clean": 0.25, "denoising": 2.0, "seed": 3}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"learn": "classifier", "attacked": 0.5, "clean": 0.25, "denoising": 2.0, "classifier_rate": 1e-5},
+        {"objective": "rank", "learn": "score", "rate": 1e-3, "decay": 0.9, "t_min": 0.01, "t_max": 0.2, "seed": 3},
+    ],
+    ids=["classifier", "rank"],
+)
+def test_the_options_of_the_command_reach_the_training(command, options):
     words = [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-    words += ["--norm", "l2", "--eps", "0.5", "--iterations", "2", "--fresh-noise", "--precision", "float32"]
-    adversary = Adversary(threat=L2(0.5), iterations=2)
-    expected = {"adversary": adversary, "same_noise": False, "examples": 4, "batch": 2, "threads": 1, **options}
-    assert command(*words)[0] == PurifierConfig(**expected)
+    config = command(*words, "--precision", "float32")[0]
+    assert config == PurifierConfig(**options, examples=4, batch=2, threads=1)
+
+
+def test_the_attack_of_the_command_is_that_of_its_options(command):
+    words = ["--norm", "l2", "--eps", "0.5", "--iterations", "2", "--fresh-noise"]
+    config = command("--learn", "classifier", *words)[0]
+    assert config.adversary == Adversary(threat=L2(0.5), iterations=2)
+    assert not config.same_noise
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from diffpure.training.adversarial import Adversary
 
 data_app = typer.Typer(help="Get the data sets.", no_args_is_help=True)
-train_app = typer.Typer(help="Train the models inside the package again.", no_args_is_help=True)
+train_app = typer.Typer(
+    help="Train the models inside the package again, or a defence against attacks.", no_args_is_help=True
+)
 app.add_typer(data_app, name="data")
 app.add_typer(train_app, name="train")
 

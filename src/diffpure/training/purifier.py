@@ -92,10 +92,8 @@ class PurifierConfig:
             raise unknown("objective", self.objective, OBJECTIVES)
         if self.learn not in LEARN:
             raise unknown("part to learn", self.learn, LEARN)
-        if self.objective != "classifier" and self.learn != "score":
-            raise InputError(
-                f"The objective {self.objective!r} trains the score alone; say that it is to learn: score."
-            )
+        if self.objective != "classifier":
+            self._check_denoiser()
         if self.weighting not in WEIGHTINGS:
             raise unknown("weighting", self.weighting, WEIGHTINGS)
         if not 0 < self.t_min <= self.t_max <= 1:
@@ -106,6 +104,14 @@ class PurifierConfig:
             raise InputError("Attacked images, clean ones or both have a weight above zero.")
         if self.adversary.trades is not None:
             raise InputError("A purifier is trained against plain attacks, without β of TRADES.")
+
+    def _check_denoiser(self) -> None:
+        """Refuse what an objective without a classifier's loss would pass over."""
+        if self.learn != "score":
+            raise InputError(f"The objective {self.objective!r} trains the score alone, so learn is 'score'.")
+        for name in ("same_noise", "attacked", "clean", "denoising", "smoothing"):
+            if getattr(self, name) != getattr(type(self), name):
+                raise InputError(f"{name} belongs to the objective 'classifier', and {self.objective!r} has none.")
 
 
 @final
@@ -196,6 +202,8 @@ def train_purifier(
     )
     rates = ((score, config.rate), (classifier, config.classifier_rate))
     groups = [{"params": part.parameters(), "lr": rate} for part, rate in rates if _learns(part)]
+    if not groups:
+        raise InputError(f"{type(classifier).__name__} has no weights that could learn.")
     optimiser = torch.optim.Adam(groups, betas=(0.9, 0.99))
     report = partial(_watch, config, validation[:WATCHED]) if validation else None
     state = train(model, optimiser, _batches(images, config), loss, cosine(), run, report, console)
