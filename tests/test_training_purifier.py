@@ -277,31 +277,36 @@ def test_a_configuration_refuses_what_cannot_be_trained(options, says):
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """`diffpure train purifier` on a few images of noise: returns the configuration and what was printed."""
+    """`diffpure train purifier` on a few images of noise."""
     pixels = torch.randint(0, 256, (10, 3, 32, 32), dtype=torch.uint8, generator=generator(0, 0))
     monkeypatch.setattr(cifar10, "load", lambda *_: Images(pixels, torch.arange(10)))
     monkeypatch.setattr(recipes, "HELD_OUT", 2)
-    configs: list[PurifierConfig] = []
 
-    def remember(score, classifier, images, config, *rest):
-        configs.append(config)
-        return train_purifier(score, classifier, images, config, *rest)
-
-    monkeypatch.setattr(recipes, "train_purifier", remember)
-
-    def run(*options: str) -> tuple[PurifierConfig, str]:
+    def run(*options: str) -> str:
         arguments = ["train", "purifier", "--examples", "4", "--batch", "2", "--threads", "1", *options]
         found = CliRunner().invoke(cli.app, [*arguments, "--out", str(tmp_path)], catch_exceptions=False)
         assert found.exit_code == 0
-        return configs.pop(), found.output
+        return found.output
+
+    return run
+
+
+@pytest.fixture
+def configured(command, monkeypatch):
+    """The configuration that the command makes of its options; nothing is trained."""
+    configs: list[PurifierConfig] = []
+    monkeypatch.setattr(recipes, "harden", lambda *given: configs.append(given[3]) or {})
+
+    def run(*options: str) -> PurifierConfig:
+        command(*options)
+        return configs.pop()
 
     return run
 
 
 def test_the_command_trains_and_writes_files_that_load(command, tmp_path):
-    config, output = command()
-    assert config == PurifierConfig(examples=4, batch=2, threads=1)
-    assert output.count("sha256") == 2
+    assert command().count("sha256") == 2
+    assert "step 2/2 accuracy clean" in (tmp_path / "log.txt").read_text()
     dp.load_score(tmp_path / "score.safetensors", like="cifar10-small")
     dp.load_classifier(tmp_path / "classifier.safetensors", like="cifar10-resnet-at")
 
@@ -309,20 +314,21 @@ def test_the_command_trains_and_writes_files_that_load(command, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
+        {},
         {"learn": "classifier", "attacked": 0.5, "clean": 0.25, "denoising": 2.0, "classifier_rate": 1e-5},
         {"objective": "rank", "learn": "score", "rate": 1e-3, "decay": 0.9, "t_min": 0.01, "t_max": 0.2, "seed": 3},
     ],
-    ids=["classifier", "rank"],
+    ids=["defaults", "classifier", "rank"],
 )
-def test_the_options_of_the_command_reach_the_training(command, options):
+def test_the_options_of_the_command_reach_the_training(configured, options):
     words = [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-    config = command(*words, "--precision", "float32")[0]
+    config = configured(*words, "--precision", "float32")
     assert config == PurifierConfig(**options, examples=4, batch=2, threads=1)
 
 
-def test_the_attack_of_the_command_is_that_of_its_options(command):
+def test_the_attack_of_the_command_is_that_of_its_options(configured):
     words = ["--norm", "l2", "--eps", "0.5", "--iterations", "2", "--fresh-noise"]
-    config = command("--learn", "classifier", *words)[0]
+    config = configured(*words)
     assert config.adversary == Adversary(threat=L2(0.5), iterations=2)
     assert not config.same_noise
 
@@ -343,6 +349,6 @@ def test_the_command_refuses_what_it_cannot_train(command, options, says):
         command(*options.split())
 
 
-def test_one_move_of_the_command_is_a_quarter_longer_than_the_budget(command):
-    adversary = command("--eps", "4/255", "--learn", "classifier")[0].adversary
+def test_one_move_of_the_command_is_a_quarter_longer_than_the_budget(configured):
+    adversary = configured("--eps", "4/255").adversary
     assert adversary == Adversary(threat=Linf(4 / 255), iterations=1, step_size=5 / 255)
