@@ -84,6 +84,7 @@ def cheap_world(tmp_path, monkeypatch):
     network = SimpleNamespace(data=b"a network", weights=b"", inputs=["x"])
     monkeypatch.setattr(make, "export_score", lambda *_: (SimpleNamespace(network=network), 0.0))
     monkeypatch.setattr(recipes, "follow", lambda *_, **__: classifier)
+    monkeypatch.setattr(recipes, "harden", lambda *_: {"score": classifier, "classifier": classifier})
     monkeypatch.setattr(recipes, "export", lambda *_: {"file": "x", "sha256": "0"})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,12 +13,14 @@ from diffpure.cli.base import Threads, app, console, use_threads
 from diffpure.errors import InputError, unknown
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from diffpure.training.adversarial import Adversary
 
 data_app = typer.Typer(help="Get the data sets.", no_args_is_help=True)
-train_app = typer.Typer(help="Train the models inside the package again.", no_args_is_help=True)
+train_app = typer.Typer(
+    help="Train the models inside the package again, or a defence against attacks.", no_args_is_help=True
+)
 app.add_typer(data_app, name="data")
 app.add_typer(train_app, name="train")
 
@@ -109,6 +111,60 @@ def classifier(
     _follow(recipe, out, data, threads, epochs=epochs, batch=batch, rate=rate, decay=decay, seed=seed, **changes)
 
 
+@train_app.command(epilog="Example: diffpure train purifier --out runs/purifier --precision auto")
+def purifier(
+    out: Annotated[Path, typer.Option(help="Folder; a broken run goes on there.")],
+    score: Annotated[str, typer.Option(help="A name or a file.")] = "cifar10-small",
+    score_like: Annotated[str | None, typer.Option(help="The model that its file is read as.")] = None,
+    classifier: Annotated[str, typer.Option(help="A name or a file.")] = "cifar10-resnet-at",
+    classifier_like: Annotated[str | None, typer.Option(help="The model that its file is read as.")] = None,
+    objective: Annotated[str | None, typer.Option(help="classifier (default), bridge or rank.")] = None,
+    learn: Annotated[str | None, typer.Option(help="both (default), or score or classifier alone.")] = None,
+    examples: Annotated[int | None, typer.Option(min=1, help="Images to see in all; 64,000 by default.")] = None,
+    batch: Batch = None,
+    rate: Annotated[float | None, typer.Option(help="Learning rate of the score; 3e-4.")] = None,
+    classifier_rate: Annotated[float | None, typer.Option(help="That of the classifier; 1e-4.")] = None,
+    decay: Annotated[float | None, typer.Option(help="Of the moving average of the weights.")] = None,
+    t_min: Annotated[float | None, typer.Option(help="t* of an image is drawn from here, 0.02,")] = None,
+    t_max: Annotated[float | None, typer.Option(help="to here, 0.1.")] = None,
+    attacked: Annotated[float | None, typer.Option(help="Weight of attacked images: 1; 0 attacks none.")] = None,
+    clean: Annotated[float | None, typer.Option(help="Weight of clean ones: 0.")] = None,
+    denoising: Annotated[float | None, typer.Option(help="Weight of errors of the denoised image: 1.")] = None,
+    norm: Annotated[str, typer.Option(help="Of the attack: linf or l2.")] = "linf",
+    eps: Annotated[str, typer.Option(help="Its budget in [0, 1].")] = "8/255",
+    iterations: Annotated[int, typer.Option(min=1, help="Its moves, a gradient each.")] = 1,
+    step_size: Annotated[str | None, typer.Option(help="1.25 eps for one, else 2.5 eps / iterations.")] = None,
+    fresh_noise: Annotated[bool, typer.Option("--fresh-noise", help="The attack does not know the noise.")] = False,
+    precision: Precision = None,
+    seed: Seed = None,
+    data: Annotated[Path | None, typer.Option(help="CIFAR-10 in any official form; the cache.")] = None,
+    threads: Threads = None,
+) -> None:
+    """Train a score against attacks that go through it, and the classifier behind it, or one alone.
+
+    classifier: its loss on attacked, purified images; bridge (ADBM), rank (ADDT): the score alone.
+    """
+    use_threads(threads)
+    from diffpure.classifiers.load import load_classifier
+    from diffpure.data import cifar10
+    from diffpure.scores.load import load_score
+    from diffpure.training.purifier import PurifierConfig
+    from diffpure.training.recipes import harden
+
+    if iterations == 1 and step_size is None:
+        step_size = str(1.25 * _number(eps))
+    changes: dict[str, Any] = {
+        "objective": objective, "learn": learn, "examples": examples, "batch": batch, "rate": rate, "decay": decay,
+        "classifier_rate": classifier_rate, "t_min": t_min, "t_max": t_max, "attacked": attacked, "clean": clean,
+        "denoising": denoising, "same_noise": not fresh_noise, "precision": precision, "seed": seed, "threads": threads,
+        "adversary": _adversary("pgd", norm, eps, iterations, step_size, None),
+    }  # fmt: skip
+    config = PurifierConfig(**_given(changes))
+    networks = load_score(score, like=score_like), load_classifier(classifier, like=classifier_like)
+    for name, model in harden(*networks, cifar10.load("train", data), config, out, console).items():
+        _export(name, model, out)
+
+
 def _adversary(
     kind: str | None, norm: str | None, eps: str | None, iterations: int | None, step: str | None, beta: float | None
 ) -> Adversary | None:
@@ -151,10 +207,19 @@ def _purify(t_star: float) -> Callable[[Tensor, Tensor], Tensor]:
 
 def _follow(recipe: str, out: Path, data: Path | None, threads: int | None, **changes: object) -> None:
     use_threads(threads)
-    from diffpure.training.recipes import export, find, follow
+    from diffpure.training.recipes import find, follow
 
     images = find(recipe).read(data)
-    given = {name: value for name, value in changes.items() if value is not None}
-    model = follow(recipe, images, out, console, threads=threads, **given)
-    card = export(recipe, model, out)
+    _export(recipe, follow(recipe, images, out, console, threads=threads, **_given(changes)), out)
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were typed."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _export(name: str, model: nn.Module, out: Path) -> None:
+    from diffpure.training.recipes import export
+
+    card = export(name, model, out)
     console.print(f"Weights: {out / card['file']} (sha256 {card['sha256']})", soft_wrap=True)

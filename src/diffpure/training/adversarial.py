@@ -11,7 +11,8 @@ input and nothing else. The attacker sees the model in evaluation mode and leave
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -23,7 +24,7 @@ from diffpure.attacks.seeds import starts
 from diffpure.errors import InputError
 from diffpure.threats import Linf, ThreatModel
 
-Loss = Callable[[Tensor], Tensor]  # logits (B, K) -> a scalar to ascend
+Loss = Callable[[Tensor], Tensor]  # images (B, C, H, W) in [0, 1] -> a scalar to ascend
 
 
 @final
@@ -47,26 +48,37 @@ class Adversary:
     def loss(self, model: nn.Module, x: Tensor, y: Tensor, seeds: Tensor, smoothing: float) -> Tensor:
         """The loss to descend, a scalar; x (B, C, H, W) in [0, 1], y (B,), seeds (B,)."""
         if self.trades is None:
-            attacked = self._attacked(model, x, lambda logits: F.cross_entropy(logits, y), seeds)
+            with _evaluating(model):
+                attacked = self.attacked(lambda moved: F.cross_entropy(model(moved), y), x, seeds)
             return F.cross_entropy(model(attacked), y, label_smoothing=smoothing)
         logits = model(x)
         reference = logits.detach()
-        attacked = self._attacked(model, x, lambda moved: _divergence(reference, moved), seeds)
+        with _evaluating(model):
+            attacked = self.attacked(lambda moved: _divergence(reference, model(moved)), x, seeds)
         clean = F.cross_entropy(logits, y, label_smoothing=smoothing)
         return clean + self.trades * _divergence(logits, model(attacked))
 
-    def _attacked(self, model: nn.Module, x: Tensor, loss: Loss, seeds: Tensor) -> Tensor:
-        """The images (B, C, H, W) in [0, 1] after the attack's last step from a random start."""
+    def attacked(self, loss: Loss, x: Tensor, seeds: Tensor) -> Tensor:
+        """The images (B, C, H, W) in [0, 1] after the attack's last step from a random start; seeds (B,)."""
         threat, size = self.threat, self.step_size or 2.5 * self.threat.eps / self.iterations
-        was_training = model.training
-        model.eval()
         z = threat.random(x, starts(seeds.tolist()))
         for _ in range(self.iterations):
             z.requires_grad_()
-            (gradient,) = torch.autograd.grad(loss(model(threat.apply(x, z))), z)
+            # Autograd computes what it is asked for: no gradient of the weights, which other threads are using.
+            (gradient,) = torch.autograd.grad(loss(threat.apply(x, z)), z)
             z = threat.project(x, z.detach() + size * threat.ascend(gradient))
-        model.train(was_training)
         return threat.apply(x, z)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, and then in the mode that it was in."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def _divergence(p: Tensor, q: Tensor) -> Tensor:

@@ -236,7 +236,9 @@ class Workers:
     def _share_buffers(self) -> None:
         """Give all replicas the mean of their running statistics."""
         for first, *others in zip(*(replica.buffers() for replica in self.replicas), strict=True):
-            if others and first.is_floating_point():
+            if all(torch.equal(first, other) for other in others):
+                continue  # the mean of three equal numbers may be another one
+            if first.is_floating_point():
                 first.copy_(torch.stack([first, *others]).mean(0))
             for other in others:
                 other.copy_(first)

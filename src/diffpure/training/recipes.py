@@ -1,8 +1,9 @@
 """How the models inside the package are made: one recipe per model, which is the whole command of its card.
 
 `follow` builds the network from the seed, trains it on CIFAR-10's training set or on photographs and returns it with
-its averaged weights; a run that was killed goes on when the same recipe is followed in the same folder. `export`
-writes the file that an embedded model is read from and gives the part of the card that follows from the file.
+its averaged weights; a run that was killed goes on when the same recipe is followed in the same folder. `harden` trains
+the networks of a defence further, against attacks. `export` writes the file that an embedded model is read from and
+gives the part of the card that follows from the file.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from diffpure.classifiers.small import SmallResNet, small_vit
 from diffpure.data import cifar10, photos
 from diffpure.data.cifar10 import Images
 from diffpure.data.photos import Photos
-from diffpure.diffusion.score import EpsilonScore
+from diffpure.diffusion.score import EpsilonScore, ScoreModel
 from diffpure.errors import InputError, unknown
 from diffpure.models.cards import card, local_file
 from diffpure.models.weights import pack
@@ -31,6 +32,7 @@ from diffpure.scores.small import SmallUNet
 from diffpure.training.adversarial import FAST_LINF
 from diffpure.training.classifier import ClassifierConfig, train_classifier
 from diffpure.training.cost import multiply_adds, parameters
+from diffpure.training.purifier import PurifierConfig, train_purifier
 from diffpure.training.score import ScoreConfig, train_score
 
 HELD_OUT: Final = 500  # the last training images, which a score is watched on and never trained on
@@ -72,6 +74,26 @@ def follow(
         state = train_classifier(model, images, config, folder, console)
     model.load_state_dict(state)
     return model.eval()
+
+
+def harden(
+    score: ScoreModel,
+    classifier: nn.Module,
+    images: Images,
+    config: PurifierConfig,
+    folder: Path | None,
+    console: Console | None = None,
+) -> dict[str, nn.Module]:
+    """A score and the classifier behind it, by these names, trained against attacks as the configuration says."""
+    if not isinstance(score, EpsilonScore):
+        raise InputError(f"Only a network that predicts noise can be trained, and {type(score).__name__} is none.")
+    training, validation = _held_out(images)
+    assert isinstance(training, Images)
+    trained: dict[str, nn.Module] = {"score": score, "classifier": classifier}
+    states = train_purifier(score, classifier, training, config, validation, folder, console)
+    for model, state in zip(trained.values(), states, strict=True):
+        model.load_state_dict(state)
+    return trained
 
 
 def _held_out(images: Images | Photos) -> tuple[Images | Photos, Images]:

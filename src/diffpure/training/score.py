@@ -86,11 +86,10 @@ def train_score(
     if config.start:
         _begin_with(model, config.start)
     model.train()
-    weight = WEIGHTINGS[config.weighting]
 
     def loss(replica: EpsilonScore, x0: Tensor, t: Tensor, eps: Tensor) -> Tensor:
-        error = (replica.epsilon(replica.sde.diffuse(x0, t, eps), t) - eps).square().mean((1, 2, 3))
-        return (over(weight(replica.sde, t), error) * error).mean()
+        predicted = replica.epsilon(replica.sde.diffuse(x0, t, eps), t)
+        return epsilon_loss(replica.sde, t, predicted, eps, config.weighting)
 
     def report(averaged: nn.Module) -> str:
         assert isinstance(averaged, EpsilonScore)
@@ -113,6 +112,12 @@ def train_score(
     optimiser = torch.optim.Adam(model.parameters(), lr=config.rate, betas=(0.9, 0.99))
     batch = partial(_draw, images, config)
     return train(model, optimiser, batch, loss, cosine(), run, report if validation else None, console)
+
+
+def epsilon_loss(sde: Schedule, t: Tensor, predicted: Tensor, eps: Tensor, weighting: str) -> Tensor:
+    """The mean of w(t) |ε̂ - ε|² a pixel, a scalar; t (B,), predicted and eps (B, C, H, W)."""
+    error = (predicted - eps).square().mean((1, 2, 3))
+    return (over(WEIGHTINGS[weighting](sde, t), error) * error).mean()
 
 
 def _begin_with(model: EpsilonScore, start: str) -> None:
@@ -148,9 +153,14 @@ def _draw(images: Images | Photos, config: ScoreConfig, step: int) -> tuple[Tens
     if config.flip:
         mirrored = torch.rand(len(x), generator=random) < 0.5
         x = torch.where(mirrored[:, None, None, None], x.flip(3), x)
-    places = torch.rand((), generator=random, dtype=torch.float64) + torch.arange(len(x), dtype=torch.float64) / len(x)
-    t = config.t_max * (1 - places % 1) ** config.power  # 1 - u is in (0, 1], so that no time is zero
+    t = config.t_max * spread(len(x), random) ** config.power
     return x, t, torch.randn(x.shape, generator=random)
+
+
+def spread(count: int, random: torch.Generator) -> Tensor:
+    """Numbers (count,) float64, each uniform in (0, 1], never zero, and all of them evenly apart."""
+    places = torch.rand((), generator=random, dtype=torch.float64) + torch.arange(count, dtype=torch.float64) / count
+    return 1 - places % 1
 
 
 def to_range(images: Images) -> Tensor:
