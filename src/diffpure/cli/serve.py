@@ -43,7 +43,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
     token_file: Annotated[Path | None, typer.Option(help=f"The token of clients; or {TOKEN}.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Images purified together at most.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="Images purified together at most.")] = 32,
     wait: Annotated[float, typer.Option(min=0, help="Milliseconds to wait for others.")] = 5.0,
     queue: Annotated[int, typer.Option(min=1, help="Images at once; beyond it 503.")] = 256,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds; beyond it 504.")] = 30.0,

@@ -2,19 +2,22 @@
 
     a work arrives → waits at most `wait` for others of its key → the oldest and all that are alike → compute → answers
 
-While a batch is computed others arrive, so under load a batch is full when its turn comes and nothing is waited for.
-One thread is enough: two batches at once would only share the cores.
+While a batch is computed others arrive, so under load a batch is full when its turn comes and nothing is waited for: a
+full one is handed to the thread before the other is finished, so that the model need not wait for its answers to be
+given out. One thread is enough: two batches at once would only share the cores.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Literal, final
 
 from torch import Tensor
@@ -93,6 +96,7 @@ class Batcher:
     ) -> None:
         self._compute, self._capacity, self._wait, self._held, self._on_batch = compute, capacity, wait, held, on_batch
         self._waiting: list[Work] = []
+        self._handed: list[Sequence[Work]] = []  # to the thread: the batch that is computed, and the one after it
         self._running: Sequence[Work] = ()
         self._arrived = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "model")
@@ -109,7 +113,7 @@ class Batcher:
 
     async def close(self) -> None:
         """Stop; what is under way ends at its next step."""
-        for work in (*self._waiting, *self._running):
+        for work in itertools.chain(self._waiting, *self._handed):
             work.answer.cancel()
         if self._task is not None:
             self._task.cancel()
@@ -135,18 +139,26 @@ class Batcher:
         loop = asyncio.get_running_loop()
         while True:
             batch = await self._next()
-            self._running = batch
-            began = time.monotonic()
-            answers = await loop.run_in_executor(self._thread, self._answers, batch)
-            self._on_batch(len(batch), time.monotonic() - began)
-            for work, answer in zip(batch, answers, strict=True):
-                if work.wanted and isinstance(answer, Refusal):
-                    work.answer.set_exception(answer)
-                elif work.wanted:
-                    work.answer.set_result(answer)
+            self._handed.append(batch)
+            loop.run_in_executor(self._thread, self._answers, batch).add_done_callback(partial(self._give, batch))
+
+    def _give(self, batch: Sequence[Work], found: asyncio.Future[tuple[Sequence[Any], float]]) -> None:
+        """Give each work its answer."""
+        self._handed.remove(batch)
+        self._arrived.set()
+        if found.cancelled():
+            return
+        answers, seconds = found.result()
+        self._on_batch(len(batch), seconds)
+        for work, answer in zip(batch, answers, strict=True):
+            if work.wanted and isinstance(answer, Refusal):
+                work.answer.set_exception(answer)
+            elif work.wanted:
+                work.answer.set_result(answer)
 
     async def _next(self) -> list[Work]:
-        """The oldest work and those alike, once they fill a batch or the oldest has waited long enough."""
+        """The oldest work and those alike, once they fill a batch and at most one is computed, or once the oldest has
+        waited long enough and none is."""
         while True:
             self._arrived.clear()
             self._waiting = [work for work in self._waiting if work.wanted]
@@ -156,7 +168,9 @@ class Batcher:
                 room = self._capacity(oldest)
                 batch = [work for work in self._waiting if work.key == oldest.key][:room]
                 left = oldest.since + self._wait - time.monotonic()
-                if len(batch) == room or left <= 0:
+                late = left <= 0
+                left = None if self._handed else left  # `_give` tells when there is room
+                if len(self._handed) < (2 if len(batch) == room else int(late)):
                     taken = set(map(id, batch))
                     self._waiting = [work for work in self._waiting if id(work) not in taken]
                     return batch
@@ -164,7 +178,12 @@ class Batcher:
                 async with asyncio.timeout(left):
                     await self._arrived.wait()
 
-    def _answers(self, batch: Sequence[Work]) -> Sequence[Any]:
+    def _answers(self, batch: Sequence[Work]) -> tuple[Sequence[Any], float]:
+        """One answer or refusal per work, and the seconds that they took."""
+        self._running, began = batch, time.monotonic()
+        return self._answered(batch), time.monotonic() - began
+
+    def _answered(self, batch: Sequence[Work]) -> Sequence[Any]:
         """One answer or refusal per work; a batch that fails is computed again one by one: no image fails another."""
         try:
             self.check()
@@ -173,7 +192,7 @@ class Batcher:
             return [None] * len(batch)
         except Exception as error:
             if len(batch) > 1:
-                return [self._answers([work])[0] for work in batch]
+                return [self._answered([work])[0] for work in batch]
             if isinstance(error, InputError):
                 return [Refusal(422, str(error))]
             why = error.args[0] if isinstance(error, Failed) else type(error).__name__

@@ -25,7 +25,7 @@ class Limits:
     `decoder_memory` bytes beyond its code and `decoder_seconds` of CPU time per image.
     """
 
-    batch: int = 16
+    batch: int = 32
     wait: float = 0.005
     queue: int = 256
     seconds: float = 30.0
