@@ -290,7 +290,7 @@ def test_a_bomb_takes_a_worker_and_not_the_service():
 def test_a_worker_that_dies_is_replaced():
     async def ask(client):
         pool = handler._decoders
-        pool._workers[0]._process.kill()
+        pool._workers[0].process.kill()
         died = await client.post("/purify", content=encoded(), headers=PNG)
         return died, await client.post("/purify", content=encoded(), headers=PNG), pool.restarts
 

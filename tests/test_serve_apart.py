@@ -73,7 +73,7 @@ def test_it_stops_when_nobody_waits_and_goes_on(apart):
 
 
 def test_a_process_that_died_fails_its_batch_and_is_started_again(apart):
-    os.kill(apart._process.pid, signal.SIGKILL)
+    os.kill(apart.process.pid, signal.SIGKILL)
     with pytest.raises(Failed, match="died"):
         apart.compute("purify", images(1), waits)
     assert len(apart.compute("purify", images(1), waits)) == 1

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from diffpure.errors import InputError
 from diffpure.serve.batching import Failed, Kind, Stopped
-from diffpure.serve.decoding import forked
+from diffpure.serve.child import Child
 from diffpure.serve.model import Check, Classification
 
 if TYPE_CHECKING:
@@ -29,23 +29,22 @@ _STOP: Final = None  # the message that ends a batch
 
 
 @final
-class Apart:
+class Apart(Child):
     """The model of a plan, loaded and computed elsewhere; threads: of its process."""
 
     def __init__(self, plan: Plan, threads: int) -> None:
+        super().__init__()
         self._plan, self._threads = plan, threads
-        self._process: Any = None
-        self._connection: Connection | None = None
         self.size: int | None = None
         self.draws, self.fit = 1, plan.fit
         self._start()
 
     def _start(self) -> Connection:
         """The connection to a living process that has loaded the model."""
-        if self._connection is None:
-            self._process, self._connection = forked(_work, self._plan, self._threads)
+        if self.connection is None:
+            connection = self.fork(_work, self._plan, self._threads)
             try:
-                told = self._connection.recv()
+                told = connection.recv()
             except (EOFError, OSError):
                 self.stop()
                 raise InputError("The process of the model ended while it loaded; is there memory for it?") from None
@@ -53,15 +52,8 @@ class Apart:
                 self.stop()
                 raise told
             self.size, self.draws = told
-        return self._connection
-
-    def stop(self) -> None:
-        """End the process, whatever it does."""
-        if self._connection is not None:
-            self._connection.close()
-            self._process.kill()
-            self._process.join()
-            self._connection = None
+        assert self.connection is not None
+        return self.connection
 
     def compute(self, kind: Kind, images: Tensor, check: Check) -> Sequence[Tensor | Classification]:
         """One answer per image."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 import queue
 import resource
 import signal
@@ -33,6 +32,7 @@ from torch import Tensor
 from diffpure.data.images import center_crop, claimed_pixels, read_rgb, resize
 from diffpure.errors import InputError
 from diffpure.files.pictures import Picture, encode, read_picture
+from diffpure.serve.child import Child
 from diffpure.serve.limits import Limits, Refusal
 
 Arrays = dict[str, NDArray[Any]]
@@ -106,44 +106,21 @@ class Decoders:
             self._idle.put(worker)
 
 
-def forked(work: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
-    """A new process that calls `work` with the other end of the connection and the arguments.
-
-    It is forked from a small one that has imported this module and nothing else, which takes milliseconds.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    ours, theirs = context.Pipe()
-    process = context.Process(target=work, args=(theirs, *arguments), daemon=True)
-    process.start()
-    theirs.close()
-    return process, ours
-
-
-class _Worker:
+class _Worker(Child):
     """One process, started again when it has died."""
 
     def __init__(self, limits: Limits) -> None:
+        super().__init__()
         self._limits = limits
-        self._process: Any = None
-        self._connection: Connection | None = None
         self.deaths = 0
 
     def start(self) -> Connection:
         """The connection to a living process."""
-        if self._connection is None:
-            arguments = (self._limits.decoder_memory, self._limits.decoder_seconds)
-            self._process, self._connection = forked(_work, *arguments)
-            self._connection.recv_bytes()  # it has imported everything
-        return self._connection
-
-    def stop(self) -> None:
-        """End the process, whatever it does."""
-        if self._connection is not None:
-            self._connection.close()
-            self._process.kill()
-            self._process.join()
-            self._connection = None
+        if self.connection is None:
+            connection = self.fork(_work, self._limits.decoder_memory, self._limits.decoder_seconds)
+            connection.recv_bytes()  # it has imported everything
+        assert self.connection is not None
+        return self.connection
 
     def call(self, job: Callable[..., Arrays], arguments: tuple[Any, ...]) -> Arrays:
         """What a job answers; its refusal, or one for a worker that died of it."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from diffpure.data.cifar10 import Images
 from diffpure.errors import unknown
 from diffpure.training.adversarial import Adversary
-from diffpure.training.loop import Run, State, batch_indices, generator, options_of, train, triangular
+from diffpure.training.loop import State, batch_indices, generator, run_of, train, triangular
 
 
 @final
@@ -77,15 +77,7 @@ def train_classifier(
             return config.adversary.loss(replica, x, y, seeds, config.smoothing)
         return F.cross_entropy(replica(x), y, label_smoothing=config.smoothing)
 
-    run = Run(
-        steps=round(config.epochs * (len(images) // config.batch)),
-        folder=folder,
-        decay=config.decay,
-        checkpoint_seconds=config.checkpoint_seconds,
-        threads=config.threads,
-        precision=config.precision,
-        options=options_of(config, images),
-    )
+    run = run_of(config, images, round(config.epochs * (len(images) // config.batch)), folder)
     return train(model, OPTIMISERS[config.optimiser](model, config), batch, loss, triangular(), run, console=console)
 
 

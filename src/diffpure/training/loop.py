@@ -76,6 +76,13 @@ def options_of(config: Any, images: Images | Photos) -> dict[str, str]:
     return {**chosen, "data": digest(*tensors)}
 
 
+def run_of(config: Any, images: Images | Photos, steps: int, folder: Path | None, **options: str) -> Run:
+    """The run of a configuration on its images; options: what else decides where it goes."""
+    shared = {f.name for f in fields(Run)} & {f.name for f in fields(config)}
+    given = {name: getattr(config, name) for name in shared}
+    return Run(steps=steps, folder=folder, options={**options_of(config, images), **options}, **given)
+
+
 def generator(seed: int, step: int, purpose: int = 0) -> torch.Generator:
     """The random numbers of one step: a fresh generator that depends on (seed, step, purpose) alone."""
     return torch.Generator().manual_seed(mix(mix(seed, step), purpose) & 0x7FFF_FFFF_FFFF_FFFF)

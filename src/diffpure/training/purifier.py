@@ -47,7 +47,7 @@ from diffpure.purifiers.diffusion import Purifier
 from diffpure.purify import Defense
 from diffpure.training.adversarial import FAST_LINF, Adversary
 from diffpure.training.classifier import Augmented, ClassifierConfig
-from diffpure.training.loop import Run, State, cosine, generator, options_of, train
+from diffpure.training.loop import State, cosine, generator, run_of, train
 from diffpure.training.score import WEIGHTINGS, epsilon_loss, spread
 
 LEARN: Final = ("both", "score", "classifier")
@@ -190,16 +190,7 @@ def train_purifier(
     def loss(replica: Guarded, *rows: Tensor) -> Tensor:
         return objective(replica, config, Rows(*rows))
 
-    run = Run(
-        steps=max(1, config.examples // config.batch),
-        folder=folder,
-        decay=config.decay,
-        clip=config.clip,
-        checkpoint_seconds=config.checkpoint_seconds,
-        threads=config.threads,
-        precision=config.precision,
-        options={**options_of(config, images), **options},
-    )
+    run = run_of(config, images, max(1, config.examples // config.batch), folder, **options)
     rates = ((score, config.rate), (classifier, config.classifier_rate))
     groups = [{"params": part.parameters(), "lr": rate} for part, rate in rates if _learns(part)]
     if not groups:

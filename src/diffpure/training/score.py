@@ -28,7 +28,7 @@ from diffpure.diffusion.sde import Schedule, over
 from diffpure.errors import InputError, unknown
 from diffpure.models.checkpoints import load_state
 from diffpure.scores.load import load_score
-from diffpure.training.loop import CHECKPOINT, Run, State, batch_indices, cosine, generator, options_of, train
+from diffpure.training.loop import CHECKPOINT, State, batch_indices, cosine, generator, run_of, train
 
 TIMES: Final = (0.01, 0.02, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3)
 WEIGHTINGS: Final[dict[str, Callable[[Schedule, Tensor], Tensor]]] = {
@@ -99,16 +99,7 @@ def train_score(
         errors = epsilon_error(averaged, validation, TIMES[::2])
         return "ε-error " + " ".join(f"{t:g}:{error:.4f}" for t, error in errors.items())
 
-    run = Run(
-        steps=max(1, config.examples // config.batch),
-        folder=folder,
-        decay=config.decay,
-        clip=config.clip,
-        checkpoint_seconds=config.checkpoint_seconds,
-        threads=config.threads,
-        precision=config.precision,
-        options=options_of(config, images),
-    )
+    run = run_of(config, images, max(1, config.examples // config.batch), folder)
     optimiser = torch.optim.Adam(model.parameters(), lr=config.rate, betas=(0.9, 0.99))
     batch = partial(_draw, images, config)
     return train(model, optimiser, batch, loss, cosine(), run, report if validation else None, console)
