@@ -59,7 +59,7 @@ def score(
     batch: Batch = None,
     rate: Rate = None,
     decay: Decay = None,
-    weighting: Annotated[str | None, typer.Option(help="Of the times: epsilon, edm or likelihood.")] = None,
+    weighting: Annotated[str | None, typer.Option(help="Of the times: epsilon, edm, relative or likelihood.")] = None,
     t_max: Annotated[float | None, typer.Option(help="Largest time, in (0, 1]; purify no further.")] = None,
     power: Annotated[float | None, typer.Option(help="t = t_max u^power; above 1, small times more often.")] = None,
     crop: Annotated[int | None, typer.Option(min=1, help="Side of the squares of photographs, in pixels.")] = None,
@@ -95,7 +95,8 @@ def classifier(
     step_size: Annotated[str | None, typer.Option(help="Of a move; 2.5 eps / iterations by default.")] = None,
     beta: Annotated[float | None, typer.Option(help="Weight of robustness in TRADES; 6 by default.")] = None,
     purify: Annotated[
-        float | None, typer.Option(help="Train on images purified from this t* by cifar10-small in one shot.")
+        float | None,
+        typer.Option(help="Train on images purified from this t* by cifar10-small in one shot; attacks come after it."),
     ] = None,
     precision: Precision = None,
     seed: Seed = None,
