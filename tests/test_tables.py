@@ -384,7 +384,7 @@ def test_imagenet_takes_the_detour_at_its_real_size(official: dict[str, int], tm
 
 
 def test_the_commands_list_run_and_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DIFFPURE_HOME", str(tmp_path))
+    monkeypatch.setenv("DIFFPURE_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     runner = CliRunner()
     listed = json.loads(runner.invoke(app, ["paper", "--json"]).output)
@@ -404,7 +404,7 @@ def test_the_commands_list_run_and_refuse(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_full_scale_lacks_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("DIFFPURE_HOME", str(tmp_path))
+    monkeypatch.setenv("DIFFPURE_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     told = needs.sentence(lacking(PAPER["paper/table3"]), "Full scale")
     assert told.startswith("Full scale needs the checkpoints imagenet-deit-s, imagenet-guided, imagenet-resnet-50")
