@@ -1,9 +1,10 @@
 """Time per image and purified accuracy of a score on torch, ONNX Runtime and OpenVINO, float32 and int8.
 
-Times are those of one call of the score (ε̂, no gradient), per image: the variants take turns of five calls, as many as a
-purification by DDIM makes, in one process per number of threads; medians over rounds. Then embedded test images are purified several times each, with the same noise, by float32 torch
-and by each other variant, and the classifier's answers are compared pair by pair: accuracy of both, how many images
-change class, and how many pairs are right on one side only (McNemar's discordant pairs).
+Times are those of one call of the score (ε̂, no gradient), per image: the variants take turns of five calls, as many
+as a purification by DDIM makes, in one process per number of threads; medians over rounds. Then embedded test images
+are purified several times each, with the same noise, by float32 torch and by each other variant, and the classifier's
+answers are compared pair by pair: accuracy of both, how many images change class, and how many pairs are right on one
+side only (McNemar's discordant pairs).
 
     python benchmarks/exported.py --out exported.jsonl [--rounds 30] [--images 400] [--seeds 3] [--threads 1 2]
     python benchmarks/exported.py --out tiny.jsonl --tiny

@@ -52,8 +52,8 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: zipfile
 @pytest.mark.parametrize(
     ("pattern", "count"),
     [
-        (r"/weights/(cifar10-(small|resnet|resnet-at|vit-tiny)|photos-small)\.safetensors", 5),
-        (r"/models/(embedded|scores|classifiers)\.toml", 3),
+        (r"/weights/(cifar10-((small|resnet)(-robust)?|resnet-at|vit-tiny)|photos-small)\.safetensors", 7),
+        (r"/models/(embedded|scores|classifiers|defenses)\.toml", 4),
         (r"/specs/cifar10-small-linf\.toml", 1),
         (r"/data/cifar10-samples\.(png|txt)", 2),
         (r"/data/imagenet-wnids\.txt", 1),
