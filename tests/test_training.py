@@ -17,6 +17,7 @@ from diffpure.threats import L2, Linf
 from diffpure.training.adversarial import FAST_LINF, Adversary
 from diffpure.training.classifier import Augmented, ClassifierConfig, train_classifier
 from diffpure.training.loop import Run, averaged, generator
+from diffpure.training.purifier import PurifierConfig
 from diffpure.training.recipes import follow
 from diffpure.training.score import ScoreConfig, _draw, epsilon_error, picture, train_score
 
@@ -65,8 +66,9 @@ def test_a_run_refuses_impossible_numbers():
         ScoreConfig(weighting="epsilom")
     with pytest.raises(InputError, match="t_max"):
         ScoreConfig(t_max=0)
-    with pytest.raises(InputError, match="optimiser"):
-        ClassifierConfig(optimiser="adam")
+    for config, name in ((ClassifierConfig, "adam"), (ScoreConfig, "sgd"), (PurifierConfig, "sgd")):
+        with pytest.raises(InputError, match="optimiser"):
+            config(optimiser=name)
     with pytest.raises(InputError, match="recipe"):
         follow("cifar10-smal", Images(torch.zeros(0), torch.zeros(0)), None)
     with pytest.raises(InputError, match="TRADES"):
@@ -85,13 +87,15 @@ def digits() -> Images:
     return Images(pixels, torch.from_numpy(data.target).long())
 
 
-def test_a_score_learns_the_digits(digits, tmp_path):
+@pytest.mark.parametrize(("optimiser", "rate", "examples"), [("adam", 3e-3, 30_000), ("muon", 1e-2, 12_000)])
+def test_a_score_learns_the_digits(digits, tmp_path, optimiser, rate, examples):
     """The stated loss: less than half of the ε-error of the best Gaussian, which is the network before training."""
     torch.manual_seed(0)
     model = SmallUNet(widths=(32, 48), embedding=32, channels=1, size=8)
     training, rest = digits[:1500], digits[1500:]
     before = epsilon_error(model, rest, (0.1, 0.2))
-    config = ScoreConfig(examples=30_000, batch=100, rate=3e-3, decay=0.98, flip=False, threads=1)
+    how = {"optimiser": optimiser, "rate": rate, "examples": examples}
+    config = ScoreConfig(**how, batch=100, decay=0.98, flip=False, threads=1)
     state = train_score(model, training, config, rest, tmp_path)
     with averaged(model, state):
         after = epsilon_error(model, rest, (0.1, 0.2))

@@ -59,6 +59,7 @@ def score(
     batch: Batch = None,
     rate: Rate = None,
     decay: Decay = None,
+    optimiser: Annotated[str | None, typer.Option(help="adam, or muon with a rate of 0.01.")] = None,
     weighting: Annotated[str | None, typer.Option(help="Of the times: epsilon, edm, relative or likelihood.")] = None,
     t_max: Annotated[float | None, typer.Option(help="Largest time, in (0, 1]; purify no further.")] = None,
     power: Annotated[float | None, typer.Option(help="t = t_max u^power; above 1, small times more often.")] = None,
@@ -76,7 +77,7 @@ def score(
 ) -> None:
     """Train a score model by denoising score matching; kill it at any time, the same command continues it."""
     changes = {"weighting": weighting, "t_max": t_max, "power": power, "crop": crop, "precision": precision}
-    changes["start"] = start
+    changes |= {"start": start, "optimiser": optimiser}
     _follow(recipe, out, data, threads, examples=examples, batch=batch, rate=rate, decay=decay, seed=seed, **changes)
 
 
@@ -119,10 +120,11 @@ def purifier(
     score_like: Annotated[str | None, typer.Option(help="The model that its file is read as.")] = None,
     classifier: Annotated[str, typer.Option(help="A name or a file.")] = "cifar10-resnet-at",
     classifier_like: Annotated[str | None, typer.Option(help="The model that its file is read as.")] = None,
-    objective: Annotated[str | None, typer.Option(help="classifier (default), bridge or rank.")] = None,
+    objective: Annotated[str | None, typer.Option(help="classifier (default), bridge (ADBM), rank (ADDT).")] = None,
     learn: Annotated[str | None, typer.Option(help="both (default), or score or classifier alone.")] = None,
     examples: Annotated[int | None, typer.Option(min=1, help="Images to see in all; 64,000 by default.")] = None,
     batch: Batch = None,
+    optimiser: Annotated[str | None, typer.Option(help="adam (default) or muon.")] = None,
     rate: Annotated[float | None, typer.Option(help="Learning rate of the score; 3e-4.")] = None,
     classifier_rate: Annotated[float | None, typer.Option(help="That of the classifier; 1e-4.")] = None,
     decay: Annotated[float | None, typer.Option(help="Of the moving average of the weights.")] = None,
@@ -141,10 +143,7 @@ def purifier(
     data: Annotated[Path | None, typer.Option(help="CIFAR-10 in any official form; the cache.")] = None,
     threads: Threads = None,
 ) -> None:
-    """Train a score against attacks that go through it, and the classifier behind it, or one alone.
-
-    classifier: its loss on attacked, purified images; bridge (ADBM), rank (ADDT): the score alone.
-    """
+    """Train a score against attacks that go through it, and the classifier behind it, or one alone."""
     use_threads(threads)
     from diffpure.classifiers.load import load_classifier
     from diffpure.data import cifar10
@@ -156,8 +155,9 @@ def purifier(
         step_size = str(1.25 * _number(eps))
     changes: dict[str, Any] = {
         "objective": objective, "learn": learn, "examples": examples, "batch": batch, "rate": rate, "decay": decay,
-        "classifier_rate": classifier_rate, "t_min": t_min, "t_max": t_max, "attacked": attacked, "clean": clean,
-        "denoising": denoising, "same_noise": not fresh_noise, "precision": precision, "seed": seed, "threads": threads,
+        "optimiser": optimiser, "classifier_rate": classifier_rate, "t_min": t_min, "t_max": t_max,
+        "attacked": attacked, "clean": clean, "denoising": denoising, "same_noise": not fresh_noise,
+        "precision": precision, "seed": seed, "threads": threads,
         "adversary": _adversary("pgd", norm, eps, iterations, step_size, None),
     }  # fmt: skip
     config = PurifierConfig(**_given(changes))

@@ -29,6 +29,7 @@ from diffpure.errors import InputError, unknown
 from diffpure.models.checkpoints import load_state
 from diffpure.scores.load import load_score
 from diffpure.training.loop import CHECKPOINT, State, batch_indices, cosine, generator, run_of, train
+from diffpure.training.optimisers import OPTIMISERS
 
 TIMES: Final = (0.01, 0.02, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3)
 WEIGHTINGS: Final[dict[str, Callable[[Schedule, Tensor], Tensor]]] = {
@@ -46,6 +47,7 @@ class ScoreConfig:
 
     examples: int = 544_000  # images seen in all, mirrored ones included
     batch: int = 64
+    optimiser: str = "adam"  # or "muon", whose steps are dearer by a twelfth and learn more than twice as much
     rate: float = 3e-3
     clip: float = 1.0
     decay: float = 0.999
@@ -62,6 +64,8 @@ class ScoreConfig:
     checkpoint_seconds: float = 180.0
 
     def __post_init__(self) -> None:
+        if self.optimiser not in OPTIMISERS:
+            raise unknown("optimiser", self.optimiser, OPTIMISERS)
         if self.weighting not in WEIGHTINGS:
             raise unknown("weighting", self.weighting, WEIGHTINGS)
         if not 0 < self.t_max <= 1 or self.power <= 0:
@@ -100,7 +104,7 @@ def train_score(
         return "ε-error " + " ".join(f"{t:g}:{error:.4f}" for t, error in errors.items())
 
     run = run_of(config, images, max(1, config.examples // config.batch), folder)
-    optimiser = torch.optim.Adam(model.parameters(), lr=config.rate, betas=(0.9, 0.99))
+    optimiser = OPTIMISERS[config.optimiser]([(model, config.rate)])
     batch = partial(_draw, images, config)
     return train(model, optimiser, batch, loss, cosine(), run, report if validation else None, console)
 
