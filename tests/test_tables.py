@@ -428,7 +428,7 @@ def test_the_page_says_what_is_not_measured_yet(tmp_path: Path) -> None:
     assert markdown([["a", "b"], ["1|2", "3"]]) == "| a | b |\n|---|---|\n| 1\\|2 | 3 |"
 
 
-def test_the_page_shows_runs_once_they_are_finished(tmp_path: Path) -> None:
+def test_the_page_shows_runs_once_they_are_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = small_table()
     for entry in table.entries():
         result = run_spec(entry.spec.tiny(), run_folder(entry.spec.tiny(), tmp_path))
@@ -440,6 +440,8 @@ def test_the_page_shows_runs_once_they_are_finished(tmp_path: Path) -> None:
     shown = show("mine", tiny, [tmp_path / "none", tmp_path])
     assert shown.state == "measured"
     assert set(shown.runs) == {"a, iterations = 1", "a, iterations = 2"}
+    monkeypatch.setattr("diffpure.experiments.table._identity", lambda part, name: f"a {part} that was trained again")
+    assert show("mine", tiny, [tmp_path]).state == "not run"  # another classifier has that name now
 
 
 def vars_of(table: Table) -> dict[str, Any]:

@@ -32,6 +32,7 @@ A row with `run = false` holds reported numbers only, one with `at = ["full"]` i
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -39,13 +40,17 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final, Literal, Self, final
 
+from diffpure.classifiers.load import load_classifier
 from diffpure.errors import InputError, unknown
 from diffpure.experiments.load import run_folder
 from diffpure.experiments.overrides import override
-from diffpure.experiments.spec import EvaluationSpec, read_toml
+from diffpure.experiments.spec import EvaluationSpec, ModelSpec, Reference, read_toml
+from diffpure.models.cards import cards
+from diffpure.models.identity import identify
 from diffpure.named import construct, too_deep
 from diffpure.results.result import Result
 from diffpure.results.rows import CLEAN, MINIMUM, ROWS, WORST, Rate, Rule
+from diffpure.scores.load import load_score
 
 SMALL: Final = "small"  # the scale of the base itself
 
@@ -285,12 +290,27 @@ HEADINGS: Final = ("row", "reported: clean / robust", "clean", "robust", "images
 
 
 def finished(spec: EvaluationSpec, parent: str | Path) -> Result | None:
-    """The finished run of a spec in a folder of runs, if there is one."""
+    """The finished run of a spec in a folder of runs, if there is one, with the weights that its models have now."""
     folder = run_folder(spec, parent)
     if not (folder / ROWS).is_file():
         return None
     result = Result.load(folder)
-    return result if result.complete else None
+    return result if result.complete and not _outdated(spec.model, result) else None
+
+
+def _outdated(model: ModelSpec, result: Result) -> bool:
+    """Whether a model inside the package had other weights when a run was made: a name stays, its weights may not."""
+    parts = result.header["model"].get("parts", {})
+    made_with = {"score": parts.get("score"), "classifier": parts.get("classifier", parts.get("model"))}
+    named = [("score", model.score), ("classifier", model.classifier)]
+    names = [(part, reference.name) for part, reference in named if isinstance(reference, Reference)]
+    embedded = {name for name, about in cards().items() if about.embedded}
+    return any(name in embedded and made_with[part] != _identity(part, name) for part, name in names)
+
+
+@functools.cache
+def _identity(part: str, name: str) -> str:
+    return identify(load_score(name) if part == "score" else load_classifier(name))
 
 
 def _entry_name(row: TableRow, point: Mapping[str, Any]) -> str:
