@@ -1,10 +1,10 @@
 """Measure every table and figure of the paper at small scale, cheapest first, into results/paper.
 
-python benchmarks/paper_runs.py [--out results/paper] [--minutes 60] [--threads 2] [TABLE ...]
+python benchmarks/paper_runs.py [--out results/paper] [--page docs/reproduction.md] [--minutes 60] [TABLE ...]
 
 Every row is a run of its own: it is finished, or goes on where it was stopped when the script is called again; one
 whose images or models are not there is named and left out. With --minutes no new row is begun after that time. After
-each table the page results/paper/README.md is written anew, so that something finished is there at every stop.
+each table the page is written anew, so that something finished is there at every stop.
 """
 
 from __future__ import annotations
@@ -60,16 +60,17 @@ def run_table(table: Table, out: Path, until: float) -> None:
         measure.measure(table, out, loader=PLAIN)
 
 
-def write_page(out: Path) -> None:
+def write_page(out: Path, page: Path) -> None:
     """The page of everything that is measured so far."""
     command = [sys.executable, "-c", "from diffpure.cli import main; main()", "paper", "--runs", str(out)]
-    subprocess.run([*command, "--page", str(out / "README.md")], check=True)
+    subprocess.run([*command, "--page", str(page)], check=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("tables", nargs="*", default=ORDER, help="names without paper/; all, cheapest first")
     parser.add_argument("--out", type=Path, default=Path("results/paper"))
+    parser.add_argument("--page", type=Path, default=Path("docs/reproduction.md"))
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
@@ -79,10 +80,10 @@ def main() -> None:
     try:
         for name in given.tables:
             run_table(known[PREFIX + name], given.out, until)
-            write_page(given.out)
+            write_page(given.out, given.page)
     except OutOfTime:
         print("The minutes are over; the same command goes on.")
-    write_page(given.out)
+    write_page(given.out, given.page)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from diffpure.cli import app
 from diffpure.data import sources
 from diffpure.errors import InputError
 from diffpure.experiments import measure, needs, search
-from diffpure.experiments.load import Loader, run_folder, run_spec
+from diffpure.experiments.load import PLAIN, Loader, run_folder, run_spec
 from diffpure.experiments.paper import FULL, lacking, markdown, page, show, tables, verdict
 from diffpure.experiments.spec import EvaluationSpec
 from diffpure.experiments.table import SMALL, Claim, Entry, Table, shipped_tables
@@ -212,6 +213,25 @@ def test_measurements_of_other_kinds(tmp_path: Path) -> None:
     (folder / measure.FILE).write_text("{}")
     with pytest.raises(InputError, match="damaged"):
         measure.read(folder)
+
+
+def test_measurements_are_verified_by_taking_them_again(tmp_path: Path) -> None:
+    names = ("step-size", "table14", "pictures")
+    errors, _, pictures = (measure.measure(PAPER[f"paper/{name}"], tmp_path, tiny=True) for name in names)
+    checked = CliRunner().invoke(app, ["verify", str(tmp_path)])
+    assert checked.exit_code == 0, checked.output
+    assert checked.output.count("measured again, every line and picture is the same") == 2  # seconds are not repeated
+    assert "claimed  seconds" in checked.output
+    content = json.loads((errors / measure.FILE).read_text())
+    content["lines"][0][2] = "0.00e+00"
+    (errors / measure.FILE).write_text(json.dumps(content))
+    with np.load(pictures / measure.PICTURES) as arrays:
+        np.savez(pictures / measure.PICTURES, **{key: 255 - arrays[key] for key in arrays.files})
+    assert "the lines are others" in str(measure.verify_measurement(errors, PLAIN))
+    assert measure.verify_measurement(errors, None).passed  # the files alone say nothing of it
+    assert "the pictures '0/attacked' are others" in str(measure.verify_measurement(pictures, PLAIN))
+    renamed = errors.rename(tmp_path / "gradient-error-0000")
+    assert "other settings" in str(measure.verify_measurement(renamed, None))
 
 
 def test_the_gradient_error_falls_with_the_step_size_at_first_order() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from diffpure.evaluation.evaluate import Tick
     from diffpure.experiments.load import Loader
     from diffpure.experiments.spec import EvaluationSpec
+    from diffpure.verification.verify import Verification
 
 Spec = Annotated[str, typer.Argument(help="A TOML file, or the name of a spec inside the package.")]
 Images = Annotated[int, typer.Option(min=1, help="How many of the spec's images to use.")]
@@ -177,7 +178,7 @@ def _write_pngs(folder: Path, to: Path | None, quiet: bool = False) -> None:
 
 @app.command(epilog="Example: diffpure verify runs/* --again 2")
 def verify(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of finished evaluations, or folders of such folders.")],
+    runs: Annotated[list[Path], typer.Argument(help="Folders of finished runs, or folders of such folders.")],
     again: Annotated[
         int, typer.Option(min=0, help="Attacked batches (of certificates: images) per run to compute anew.")
     ] = 0,
@@ -193,26 +194,18 @@ def verify(
 ) -> None:
     """Check runs from their files: what is proven, and what is only claimed."""
     use_threads(threads)
-    from diffpure.experiments.certify import verify_certificate_run
-    from diffpure.experiments.load import verify_run
+    from diffpure.experiments.measure import FILE as MEASURED
     from diffpure.results.catalogue import find_runs
-    from diffpure.results.read import holds_certificates
-    from diffpure.verification.certificates import verify_certificates
-    from diffpure.verification.files import verify_files
+    from diffpure.results.rows import ROWS
 
     if rows_only and (again or allow_code):
         raise InputError("--rows-only asks no model, so that --again and --allow-code have nothing to do with it.")
-    folders, found = find_runs(runs), {}
+    folders, found = find_runs(runs, (ROWS, MEASURED)), {}
     for run in folders:
         try:
-            certified = holds_certificates(run)
-            if rows_only:
-                checked = verify_certificates(run) if certified else verify_files(run)
-            else:
-                loader = make_loader(_device_of(run) if device == "auto" else device, allow_code, base)
-                check = verify_certificate_run if certified else verify_run
-                with Bars(quiet) as bars:
-                    checked = check(run, loader, again=again, progress=partial(bars, run.name))
+            with Bars(quiet) as bars:
+                loader = None if rows_only else partial(make_loader, allow_code=allow_code, base=base)
+                checked = _check(run, loader, device, again=again, progress=partial(bars, run.name))
             found[str(run)] = {**vars(checked), "passed": checked.passed}
             text = str(checked)
         except InputError as error:
@@ -226,6 +219,27 @@ def verify(
         print_json(found)
     if not all(entry["passed"] for entry in found.values()):
         raise typer.Exit(1)
+
+
+def _check(
+    run: Path, loader: Callable[[DeviceName], Loader] | None, device: DeviceName, **options: Any
+) -> Verification:
+    """What is proven of a run, a certificate or a measurement; without a loader, of its files alone."""
+    from diffpure.experiments.certify import verify_certificate_run
+    from diffpure.experiments.load import verify_run
+    from diffpure.experiments.measure import FILE as MEASURED
+    from diffpure.experiments.measure import verify_measurement
+    from diffpure.results.read import holds_certificates
+    from diffpure.verification.certificates import verify_certificates
+    from diffpure.verification.files import verify_files
+
+    if (run / MEASURED).is_file():
+        return verify_measurement(run, loader and loader("cpu" if device == "auto" else device))
+    certified = holds_certificates(run)
+    if loader is None:
+        return verify_certificates(run) if certified else verify_files(run)
+    check = verify_certificate_run if certified else verify_run
+    return check(run, loader(_device_of(run) if device == "auto" else device), **options)
 
 
 def _device_of(run: Path) -> DeviceName:

@@ -157,7 +157,7 @@ def measured(
         return search.HEADINGS, [trial.cells(wanted) for trial in search.search(wanted, runs, scale, tiny=tiny)]
     if wanted.kind != EVALUATION:
         made = measure.measurement(wanted, scale, tiny=tiny)
-        folder = measure.folder_of(wanted, made, runs.way.out)
+        folder = measure.folder_of(wanted.kind, made, runs.way.out)
         if (found := measure.read(folder)) is None and not runs.way.show:
             runs.lacking += made.missing(runs.way.loader.base)
             if not (runs.lacking or runs.way.estimate):

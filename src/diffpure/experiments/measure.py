@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Protocol, Self, final
+from typing import Any, ClassVar, Final, Protocol, Self, final
 
 import numpy as np
 import torch
@@ -42,11 +42,13 @@ from diffpure.noise import Noise
 from diffpure.purifiers.diffusion import Purifier
 from diffpure.purify import Defense
 from diffpure.threats import Linf
+from diffpure.verification.verify import Verification
 
 FILE: Final = "measured.json"
 PICTURES: Final = "pictures.npz"
 
 Lines = list[list[str]]
+Array = np.ndarray[Any, Any]
 
 
 @final
@@ -57,11 +59,13 @@ class Measured:
     headings: tuple[str, ...]
     lines: Lines
     values: Mapping[str, Any]
-    arrays: Mapping[str, np.ndarray[Any, Any]]
+    arrays: Mapping[str, Array]
 
 
 class Measurement(Protocol):
     """Settings of a measurement, which know how to take it."""
+
+    repeatable: ClassVar[bool]  # whether it finds the same a second time, which seconds do not
 
     def run(self, loader: Loader) -> Measured:
         """Take the measurement."""
@@ -78,6 +82,7 @@ class Measurement(Protocol):
 class Timing:
     """Seconds per image of a purifier before a classifier, for samplers and t*, as ratios to the classifier alone."""
 
+    repeatable: ClassVar[bool] = False
     classifier: str
     score: str
     t_star: tuple[float, ...]
@@ -121,6 +126,7 @@ class Timing:
 class GradientError:
     """The relative error of ∂x(0)/∂x(t*) for data N(0, σ0²) through Euler–Maruyama, by gradient mode and step size."""
 
+    repeatable: ClassVar[bool] = True
     t_star: float
     variances: tuple[float, ...]
     step_sizes: tuple[float, ...]
@@ -159,6 +165,7 @@ class GradientError:
 class Pictures:
     """Images attacked through a classifier alone, then diffused and purified, in stages."""
 
+    repeatable: ClassVar[bool] = True
     score: str
     sampler: Mapping[str, Any]
     subjects: tuple[Mapping[str, Any], ...]  # name, classifier and data of each
@@ -166,7 +173,7 @@ class Pictures:
     iterations: int = 20
 
     def run(self, loader: Loader) -> Measured:
-        lines, arrays = [], dict[str, np.ndarray[Any, Any]]()
+        lines, arrays = [], dict[str, Array]()
         for number, subject in enumerate(self.subjects):
             model = loader.model(
                 ModelSpec(classifier=subject["classifier"], score=self.score, sampler=dict(self.sampler))
@@ -217,10 +224,10 @@ def measurement(table: Table, scale: str = SMALL, *, tiny: bool = False) -> Meas
     return made.tiny() if tiny else made
 
 
-def folder_of(table: Table, made: Measurement, parent: str | Path) -> Path:
+def folder_of(kind: str, made: Measurement, parent: str | Path) -> Path:
     """The folder of a measurement: its kind and the hash of its settings."""
-    content = json.dumps([table.kind, vars(made)], sort_keys=True, default=list)
-    return Path(parent) / f"{table.kind}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+    content = json.dumps([kind, vars(made)], sort_keys=True, default=list)
+    return Path(parent) / f"{kind}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
 
 def measure(
@@ -228,7 +235,7 @@ def measure(
 ) -> Path:
     """Take the measurement of a table, if it is not there yet; its folder."""
     made = measurement(table, scale, tiny=tiny)
-    folder = folder_of(table, made, parent)
+    folder = folder_of(table.kind, made, parent)
     if (folder / FILE).is_file():
         return folder
     found = made.run(loader)
@@ -246,17 +253,47 @@ def measure(
 
 def read(folder: Path) -> Measured | None:
     """The measurement in a folder, if it was taken."""
-    if not (folder / FILE).is_file():
-        return None
+    return _read(folder)[2] if (folder / FILE).is_file() else None
+
+
+def _read(folder: Path) -> tuple[str, Measurement, Measured]:
+    """The kind, the settings and the findings of a measurement."""
     try:
         content = json.loads((folder / FILE).read_text("utf-8"))
+        made: Measurement = construct(MEASUREMENTS[content["kind"]], content["settings"], "setting")
         found = Measured(tuple(content["headings"]), content["lines"], content["values"], {})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"The file {folder / FILE} is damaged; delete it and measure again.") from error
-    if not (folder / PICTURES).is_file():
-        return found
-    with np.load(folder / PICTURES) as arrays:
-        return replace(found, arrays={key: arrays[key] for key in arrays.files})
+        if (folder / PICTURES).is_file():
+            with np.load(folder / PICTURES) as arrays:
+                found = replace(found, arrays={key: arrays[key] for key in arrays.files})
+    except (OSError, ValueError, KeyError, TypeError, InputError) as error:
+        raise InputError(f"The measurement in {folder} is damaged; delete it and measure again.") from error
+    return content["kind"], made, found
+
+
+def verify_measurement(folder: Path, loader: Loader | None) -> Verification:
+    """Check a measurement by taking it again, where it can be repeated; without a loader, its settings alone."""
+    kind, made, found = _read(folder)
+    problems = []
+    if folder_of(kind, made, folder.parent).name != folder.resolve().name:
+        problems.append("The folder has the name of other settings.")
+    proven, claimed = ["the settings are those that name the folder"], ["versions and the machine"]
+    if loader is None or not made.repeatable:
+        claimed.insert(0, "what was measured" if made.repeatable else "seconds, and their ratios")
+        return Verification(len(found.lines), 0, tuple(problems), tuple(proven), tuple(claimed))
+    again = made.run(loader)
+    if (again.headings, again.lines) != (found.headings, found.lines):
+        problems.append("Measured again, the lines are others.")
+    far = [key for key in {*found.arrays, *again.arrays} if not _alike(found.arrays.get(key), again.arrays.get(key))]
+    problems += [f"Made again, the pictures {key!r} are others." for key in sorted(far)]
+    proven.append("measured again, every line and picture is the same")
+    return Verification(len(found.lines), 0, tuple(problems), tuple(proven), tuple(claimed))
+
+
+def _alike(a: Array | None, b: Array | None) -> bool:
+    """Whether pictures differ by one level at most, which another processor's rounding may cost."""
+    if a is None or b is None or a.shape != b.shape:
+        return False
+    return bool((np.abs(a.astype(int) - b.astype(int)) <= 1).all())
 
 
 def _data(subject: Mapping[str, Any]) -> DataSpec:

@@ -92,7 +92,7 @@ def _progress(trials: list[search.Trial]) -> tuple[int, int]:
 def _shown_measurement(name: str, table: Table, parents: Sequence[Path], scale: str) -> Shown:
     made = measure.measurement(table, scale)
     for parent in parents:
-        folder = measure.folder_of(table, made, parent)
+        folder = measure.folder_of(table.kind, made, parent)
         if (found := measure.read(folder)) is not None:
             return Shown(name, table, found.headings, found.lines, {}, "measured", folder)
     return Shown(name, table, HEADINGS, [table.said(row) for row in table.rows], {}, "not run")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
@@ -133,12 +133,14 @@ class CertificateInfo(RunInfo):
         return {**super().as_dict(), "sigma": self.result.sigma, "certified": rates}
 
 
-def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """The runs that paths name: each itself, or those in the folder that it is."""
+def find_runs(paths: Iterable[Path], files: Sequence[str] = (ROWS,)) -> list[Path]:
+    """The runs that paths name: each itself, or those in the folder that it is; files: what makes a folder a run."""
     found: list[Path] = []
     for path in paths:
-        inside = [path] if (path / ROWS).exists() or not path.is_dir() else sorted(p.parent for p in path.rglob(ROWS))
-        found += inside or [path]
+        if any((path / file).exists() for file in files) or not path.is_dir():
+            found.append(path)
+        else:
+            found += sorted(p.parent for file in files for p in path.rglob(file)) or [path]
     return list(dict.fromkeys(found))
 
 

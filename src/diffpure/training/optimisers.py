@@ -9,6 +9,10 @@ A Newton–Schulz iteration in five rounds comes near U Vᵀ, with singular valu
 the root mean square of a step that of Adam's (Liu et al. 2025), so that rates carry over. Vectors, and the layers that
 begin and end a network, whose rows or columns are colours, learn by Adam at `ADAM` times the rate.
 
+What it buys, `cifar10-small`'s network from scratch, 400 steps of 64 images, ε-error at t = 0.01 / 0.05 / 0.1 / 0.2 on
+the 500 training images held out, one seed: Adam at its rate of 3e-3 0.399 / 0.184 / 0.112 / 0.055, Muon at 3e-3
+0.375 / 0.173 / 0.104 / 0.051, at 1e-2 0.366 / 0.168 / 0.102 / 0.050, at 3e-2 0.383 / 0.181 / 0.110 / 0.054.
+
 `torch.optim.Muon` takes matrices alone, one by one, and came with torch 2.9; kernels of one shape are a stack here.
 """
 

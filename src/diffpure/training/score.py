@@ -47,7 +47,7 @@ class ScoreConfig:
 
     examples: int = 544_000  # images seen in all, mirrored ones included
     batch: int = 64
-    optimiser: str = "adam"  # or "muon", whose steps are dearer by a twelfth and learn more than twice as much
+    optimiser: str = "adam"  # or "muon", whose steps take a twelfth longer and learn more
     rate: float = 3e-3
     clip: float = 1.0
     decay: float = 0.999
