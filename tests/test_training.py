@@ -17,7 +17,6 @@ from diffpure.threats import L2, Linf
 from diffpure.training.adversarial import FAST_LINF, Adversary
 from diffpure.training.classifier import Augmented, ClassifierConfig, train_classifier
 from diffpure.training.loop import Run, averaged, generator
-from diffpure.training.purifier import PurifierConfig
 from diffpure.training.recipes import follow
 from diffpure.training.score import ScoreConfig, _draw, epsilon_error, picture, train_score
 
@@ -66,7 +65,7 @@ def test_a_run_refuses_impossible_numbers():
         ScoreConfig(weighting="epsilom")
     with pytest.raises(InputError, match="t_max"):
         ScoreConfig(t_max=0)
-    for config, name in ((ClassifierConfig, "adam"), (ScoreConfig, "sgd"), (PurifierConfig, "sgd")):
+    for config, name in ((ClassifierConfig, "adam"), (ScoreConfig, "sgd")):
         with pytest.raises(InputError, match="optimiser"):
             config(optimiser=name)
     with pytest.raises(InputError, match="recipe"):

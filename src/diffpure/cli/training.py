@@ -120,11 +120,10 @@ def purifier(
     score_like: Annotated[str | None, typer.Option(help="The model that its file is read as.")] = None,
     classifier: Annotated[str, typer.Option(help="A name or a file.")] = "cifar10-resnet-at",
     classifier_like: Annotated[str | None, typer.Option(help="The model that its file is read as.")] = None,
-    objective: Annotated[str | None, typer.Option(help="classifier (default), bridge (ADBM), rank (ADDT).")] = None,
+    objective: Annotated[str | None, typer.Option(help="classifier (default), bridge or rank.")] = None,
     learn: Annotated[str | None, typer.Option(help="both (default), or score or classifier alone.")] = None,
     examples: Annotated[int | None, typer.Option(min=1, help="Images to see in all; 64,000 by default.")] = None,
     batch: Batch = None,
-    optimiser: Annotated[str | None, typer.Option(help="adam (default) or muon.")] = None,
     rate: Annotated[float | None, typer.Option(help="Learning rate of the score; 3e-4.")] = None,
     classifier_rate: Annotated[float | None, typer.Option(help="That of the classifier; 1e-4.")] = None,
     decay: Annotated[float | None, typer.Option(help="Of the moving average of the weights.")] = None,
@@ -143,7 +142,10 @@ def purifier(
     data: Annotated[Path | None, typer.Option(help="CIFAR-10 in any official form; the cache.")] = None,
     threads: Threads = None,
 ) -> None:
-    """Train a score against attacks that go through it, and the classifier behind it, or one alone."""
+    """Train a score against attacks that go through it, and the classifier behind it, or one alone.
+
+    classifier: its loss on attacked, purified images; bridge (ADBM), rank (ADDT): the score alone.
+    """
     use_threads(threads)
     from diffpure.classifiers.load import load_classifier
     from diffpure.data import cifar10
@@ -155,9 +157,8 @@ def purifier(
         step_size = str(1.25 * _number(eps))
     changes: dict[str, Any] = {
         "objective": objective, "learn": learn, "examples": examples, "batch": batch, "rate": rate, "decay": decay,
-        "optimiser": optimiser, "classifier_rate": classifier_rate, "t_min": t_min, "t_max": t_max,
-        "attacked": attacked, "clean": clean, "denoising": denoising, "same_noise": not fresh_noise,
-        "precision": precision, "seed": seed, "threads": threads,
+        "classifier_rate": classifier_rate, "t_min": t_min, "t_max": t_max, "attacked": attacked, "clean": clean,
+        "denoising": denoising, "same_noise": not fresh_noise, "precision": precision, "seed": seed, "threads": threads,
         "adversary": _adversary("pgd", norm, eps, iterations, step_size, None),
     }  # fmt: skip
     config = PurifierConfig(**_given(changes))

@@ -31,8 +31,6 @@ ROUNDS: Final = 5
 SMALLEST: Final = 16  # inputs and outputs of a matrix inside a network; with fewer it is one of its ends
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)  # of the iteration: steep at zero, and within 0.3 of 1 from there on
 
-Parts = Iterable[tuple[nn.Module, float]]  # networks that learn together, each with its rate
-
 
 @final
 class Muon(torch.optim.Optimizer):
@@ -95,24 +93,20 @@ def polar(matrices: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-def _adam(parts: Parts) -> torch.optim.Optimizer:
-    groups = [{"params": _learning(part), "lr": rate} for part, rate in parts if _learning(part)]
-    return torch.optim.Adam(groups, betas=BETAS)
+def _adam(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=rate, betas=BETAS)
 
 
-def _muon(parts: Parts) -> Muon:
-    groups: list[dict[str, Any]] = []
-    for part, rate in parts:
-        learning = _learning(part)
-        inside = [p.ndim > 1 and min(p.shape[:2]) >= SMALLEST for p in learning]
-        for orthogonal, lr in ((True, rate), (False, ADAM * rate)):
-            chosen = [p for p, is_inside in zip(learning, inside, strict=True) if is_inside == orthogonal]
-            groups += [{"params": chosen, "lr": lr, "orthogonal": orthogonal}] if chosen else []
-    return Muon(groups)
+def _muon(model: nn.Module, rate: float) -> Muon:
+    matrices, others = list[nn.Parameter](), list[nn.Parameter]()
+    for weight in model.parameters():
+        inside = weight.ndim > 1 and min(weight.shape[:2]) >= SMALLEST
+        (matrices if inside else others).append(weight)
+    groups = (
+        {"params": matrices, "lr": rate, "orthogonal": True},
+        {"params": others, "lr": ADAM * rate, "orthogonal": False},
+    )
+    return Muon(group for group in groups if group["params"])
 
 
-def _learning(part: nn.Module) -> list[nn.Parameter]:
-    return [weight for weight in part.parameters() if weight.requires_grad]
-
-
-OPTIMISERS: Final[dict[str, Callable[[Parts], torch.optim.Optimizer]]] = {"adam": _adam, "muon": _muon}
+OPTIMISERS: Final[dict[str, Callable[[nn.Module, float], torch.optim.Optimizer]]] = {"adam": _adam, "muon": _muon}

@@ -48,7 +48,6 @@ from diffpure.purify import Defense
 from diffpure.training.adversarial import FAST_LINF, Adversary
 from diffpure.training.classifier import Augmented, ClassifierConfig
 from diffpure.training.loop import State, cosine, generator, run_of, train
-from diffpure.training.optimisers import OPTIMISERS
 from diffpure.training.score import WEIGHTINGS, epsilon_loss, spread
 
 LEARN: Final = ("both", "score", "classifier")
@@ -68,7 +67,6 @@ class PurifierConfig:
     learn: str = "both"  # which of the two networks: "both", "score" or "classifier"
     examples: int = 64_000  # images seen in all
     batch: int = 64
-    optimiser: str = "adam"  # or "muon"
     rate: float = 3e-4  # of the score, at its peak
     classifier_rate: float = 1e-4
     clip: float = 1.0
@@ -92,8 +90,6 @@ class PurifierConfig:
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise unknown("objective", self.objective, OBJECTIVES)
-        if self.optimiser not in OPTIMISERS:
-            raise unknown("optimiser", self.optimiser, OPTIMISERS)
         if self.learn not in LEARN:
             raise unknown("part to learn", self.learn, LEARN)
         if self.objective != "classifier":
@@ -196,9 +192,10 @@ def train_purifier(
 
     run = run_of(config, images, max(1, config.examples // config.batch), folder, **options)
     rates = ((score, config.rate), (classifier, config.classifier_rate))
-    if not _learns(model):
+    groups = [{"params": part.parameters(), "lr": rate} for part, rate in rates if _learns(part)]
+    if not groups:
         raise InputError(f"{type(classifier).__name__} has no weights that could learn.")
-    optimiser = OPTIMISERS[config.optimiser](rates)
+    optimiser = torch.optim.Adam(groups, betas=(0.9, 0.99))
     report = partial(_watch, config, validation[:WATCHED]) if validation else None
     state = train(model, optimiser, _batches(images, config), loss, cosine(), run, report, console)
     return _part(state, "score."), _part(state, "classifier.")

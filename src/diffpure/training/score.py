@@ -104,7 +104,7 @@ def train_score(
         return "ε-error " + " ".join(f"{t:g}:{error:.4f}" for t, error in errors.items())
 
     run = run_of(config, images, max(1, config.examples // config.batch), folder)
-    optimiser = OPTIMISERS[config.optimiser]([(model, config.rate)])
+    optimiser = OPTIMISERS[config.optimiser](model, config.rate)
     batch = partial(_draw, images, config)
     return train(model, optimiser, batch, loss, cosine(), run, report if validation else None, console)
 
