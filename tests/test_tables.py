@@ -9,9 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -225,11 +225,14 @@ def test_measurements_are_verified_by_taking_them_again(tmp_path: Path) -> None:
     content = json.loads((errors / measure.FILE).read_text())
     content["lines"][0][2] = "0.00e+00"
     (errors / measure.FILE).write_text(json.dumps(content))
-    with np.load(pictures / measure.PICTURES) as arrays:
-        np.savez(pictures / measure.PICTURES, **{key: 255 - arrays[key] for key in arrays.files})
+    arrays = load_file(pictures / measure.PICTURES)
+    save_file({key: 255 - value for key, value in arrays.items()}, pictures / measure.PICTURES)
     assert "the lines are others" in str(measure.verify_measurement(errors, PLAIN))
     assert measure.verify_measurement(errors, None).passed  # the files alone say nothing of it
     assert "the pictures '0/attacked' are others" in str(measure.verify_measurement(pictures, PLAIN))
+    (pictures / measure.PICTURES).write_bytes(b"no pictures")
+    with pytest.raises(InputError, match="damaged"):
+        measure.verify_measurement(pictures, PLAIN)
     renamed = errors.rename(tmp_path / "gradient-error-0000")
     assert "other settings" in str(measure.verify_measurement(renamed, None))
 

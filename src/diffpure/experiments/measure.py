@@ -4,14 +4,13 @@
     gradient-error   |φ - φ_numeric| / |φ| for φ = ∂x(0)/∂x(t*) of data N(0, σ0²), in closed form
     pictures         attacked → states of the way back → purified → clean
 
-Each reads its settings from the [base] of a table and leaves `measured.json` (pictures also `pictures.npz`) in a folder
+Each reads its settings from the [base] of a table and leaves `measured.json` (pictures also `stages.safetensors`) in a folder
 that the hash of the settings names. Adding a measurement means its dataclass and one line of `MEASUREMENTS`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import platform
 import statistics
@@ -23,6 +22,8 @@ from typing import Any, ClassVar, Final, Protocol, Self, final
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
 from torch import Tensor, nn
 
 from diffpure.attacks.pgd import PGD
@@ -45,7 +46,7 @@ from diffpure.threats import Linf
 from diffpure.verification.verify import Verification
 
 FILE: Final = "measured.json"
-PICTURES: Final = "pictures.npz"
+PICTURES: Final = "stages.safetensors"
 
 Lines = list[list[str]]
 Array = np.ndarray[Any, Any]
@@ -241,9 +242,7 @@ def measure(
     found = made.run(loader)
     folder.mkdir(parents=True, exist_ok=True)
     if found.arrays:
-        out = io.BytesIO()
-        np.savez_compressed(out, **dict(found.arrays))  # type: ignore[arg-type]
-        write_whole(folder / PICTURES, out.getvalue())
+        write_whole(folder / PICTURES, save(dict(found.arrays)))
     about = {"threads": torch.get_num_threads(), "machine": platform.machine(), "torch": torch.__version__}
     content = {"kind": table.kind, "settings": vars(made), "headings": found.headings, "lines": found.lines}
     text = json.dumps({**content, "values": found.values, "about": about}, default=list, ensure_ascii=False, indent=1)
@@ -263,9 +262,8 @@ def _read(folder: Path) -> tuple[str, Measurement, Measured]:
         made: Measurement = construct(MEASUREMENTS[content["kind"]], content["settings"], "setting")
         found = Measured(tuple(content["headings"]), content["lines"], content["values"], {})
         if (folder / PICTURES).is_file():
-            with np.load(folder / PICTURES) as arrays:
-                found = replace(found, arrays={key: arrays[key] for key in arrays.files})
-    except (OSError, ValueError, KeyError, TypeError, InputError) as error:
+            found = replace(found, arrays=load_file(folder / PICTURES))
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError, InputError) as error:
         raise InputError(f"The measurement in {folder} is damaged; delete it and measure again.") from error
     return content["kind"], made, found
 
