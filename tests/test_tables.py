@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -463,6 +464,10 @@ def test_the_page_shows_runs_once_they_are_finished(tmp_path: Path, monkeypatch:
     shown = show("mine", tiny, [tmp_path / "none", tmp_path])
     assert shown.state == "measured"
     assert set(shown.runs) == {"a, iterations = 1", "a, iterations = 2"}
+    claim = Claim(says="one step is weaker than two", better="a, iterations = 1", worse=("a, iterations = 2",))
+    claimed = replace(shown, table=replace(tiny, source="Table 0", claims=(claim,)))
+    assert "hold here?\n\n- Table 0: The claim that one step is weaker than two " in page([claimed], {})
+    assert "hold here?" not in page([shown], {})
     monkeypatch.setattr("diffpure.experiments.table._identity", lambda part, name: f"a {part} that was trained again")
     assert show("mine", tiny, [tmp_path]).state == "not run"  # another classifier has that name now
 

@@ -4,8 +4,8 @@
     gradient-error   |φ - φ_numeric| / |φ| for φ = ∂x(0)/∂x(t*) of data N(0, σ0²), in closed form
     pictures         attacked → states of the way back → purified → clean
 
-Each reads its settings from the [base] of a table and leaves `measured.json` (pictures also `stages.safetensors`) in a folder
-that the hash of the settings names. Adding a measurement means its dataclass and one line of `MEASUREMENTS`.
+Each reads its settings from the [base] of a table and leaves `measured.json` (pictures also `stages.safetensors`) in a
+folder that the hash of the settings names. Adding a measurement means its dataclass and one line of `MEASUREMENTS`.
 """
 
 from __future__ import annotations

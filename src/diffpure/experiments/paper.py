@@ -7,7 +7,7 @@ image by image, with McNemar's exact test of the images on which the two rows di
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, final
@@ -120,7 +120,7 @@ def lacking(table: Table, scale: str = FULL, base: Path | None = None) -> list[s
 def verdict(table: Table, claim: Claim, runs: dict[str, Result]) -> str:
     """One sentence: whether a claim holds here, by how much, and whether that is beyond chance."""
     others = [name for name in claim.worse if name in runs]
-    if claim.better not in runs or not others:
+    if not decided(claim, runs):
         return f"The claim that {claim.says}: not measured yet."
     found = [_compared(table, claim, runs[claim.better], runs[name]) for name in others]
     above = [better > worse for better, worse, _ in found]
@@ -136,6 +136,11 @@ def verdict(table: Table, claim: Claim, runs: dict[str, Result]) -> str:
         for name, (better, worse, p) in zip(others, found, strict=True)
     ]
     return f"The claim that {claim.says} {word}: {'; '.join(parts)}, {claim.what} accuracy."
+
+
+def decided(claim: Claim, runs: Mapping[str, Result]) -> bool:
+    """Whether the runs that a claim compares are there: the better one, and one of the others."""
+    return claim.better in runs and any(name in runs for name in claim.worse)
 
 
 def _compared(table: Table, claim: Claim, better: Result, worse: Result) -> tuple[float, float, float | None]:
@@ -154,7 +159,19 @@ def _p(p: float | None) -> str:
 
 def page(shown: Sequence[Shown], figures: dict[str, list[str]], scale: str = SMALL) -> str:
     """The page in Markdown; figures: files of pictures by the name of their table, relative to the page."""
-    return "\n\n".join([_head(shown, scale), *(_section(each, figures.get(each.name, [])) for each in shown)]) + "\n"
+    sections = (_section(each, figures.get(each.name, [])) for each in shown)
+    return "\n\n".join([_head(shown, scale), *_claims(shown), *sections]) + "\n"
+
+
+def _claims(shown: Sequence[Shown]) -> list[str]:
+    """All claims that runs decide, in front of the tables that they come from."""
+    found = [
+        f"- {each.table.source}: {verdict(each.table, claim, each.runs)}"
+        for each in shown
+        for claim in each.table.claims
+        if decided(claim, each.runs)
+    ]
+    return ["## Do the paper's claims hold here?", "\n".join(found)] if found else []
 
 
 def _head(shown: Sequence[Shown], scale: str) -> str:
