@@ -180,8 +180,8 @@ def _head(shown: Sequence[Shown], scale: str) -> str:
         "# The paper, table by table\n\n"
         "Every table and figure of “Diffusion Models for Adversarial Purification”: what the paper and its critics "
         f"report, and what was measured at {scale} scale. Accuracies are in per cent with Wilson's 95 % interval; "
-        "gradients are exact unless a line says otherwise. Whether a claim of the paper holds is a matter of the order "
-        "of rows on the same images, not of equal numbers. "
+        "gradients are exact unless a line says otherwise (`backprop` is the exact one with every graph kept). Whether "
+        "a claim of the paper holds is a matter of the order of rows on the same images, not of equal numbers. "
         f"{count['measured']} are measured, {count['partly']} partly, {count['not run']} not yet."
     )
 
@@ -197,7 +197,8 @@ def _section(shown: Shown, figures: list[str]) -> str:
     parts += [f"![{table.title}]({file})" for file in figures]
     parts += ["\n".join(f"- {text}" for text in shown.verdicts())] if table.claims else []
     if seeds := sorted({seed for result in shown.runs.values() for seed in result.seeds}):
-        parts.append(f"Seeds: {', '.join(map(str, seeds))}.")
+        rules = sorted({table.rule or str(result.rules[0]) for result in shown.runs.values()})
+        parts.append(f"Decision rule: {', '.join(rules)}. Seeds: {', '.join(map(str, seeds))}.")
     return "\n\n".join(parts)
 
 
