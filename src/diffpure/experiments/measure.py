@@ -244,8 +244,9 @@ def measure(
     if found.arrays:
         write_whole(folder / PICTURES, save(dict(found.arrays)))
     about = {"threads": torch.get_num_threads(), "machine": platform.machine(), "torch": torch.__version__}
-    content = {"kind": table.kind, "settings": vars(made), "headings": found.headings, "lines": found.lines}
-    text = json.dumps({**content, "values": found.values, "about": about}, default=list, ensure_ascii=False, indent=1)
+    content: dict[str, Any] = {"kind": table.kind, "settings": vars(made), "headings": found.headings}
+    content |= {"lines": found.lines, "values": found.values, "arrays": list(found.arrays), "about": about}
+    text = json.dumps(content, default=list, ensure_ascii=False, indent=1)
     write_whole(folder / FILE, text.encode())
     return folder
 
@@ -262,7 +263,8 @@ def _read(folder: Path) -> tuple[str, Measurement, Measured]:
         made: Measurement = construct(MEASUREMENTS[content["kind"]], content["settings"], "setting")
         found = Measured(tuple(content["headings"]), content["lines"], content["values"], {})
         if (folder / PICTURES).is_file():
-            found = replace(found, arrays=load_file(folder / PICTURES))
+            arrays = load_file(folder / PICTURES)  # which has its own order
+            found = replace(found, arrays={key: arrays[key] for key in content["arrays"]})
     except (OSError, ValueError, KeyError, TypeError, SafetensorError, InputError) as error:
         raise InputError(f"The measurement in {folder} is damaged; delete it and measure again.") from error
     return content["kind"], made, found

@@ -81,11 +81,20 @@ def certified(runs: Sequence[Certification]) -> Figure:
 
 
 def errors(lines: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
-    """Relative errors against step sizes in logarithmic axes, one line per name."""
+    """Relative errors against step sizes in logarithmic axes, one line per name.
+
+    A name is a gradient and a case, such as "Exact(), σ0² = 0.1": a case has a colour, a gradient a style of lines, so
+    that gradients which agree are seen through each other.
+    """
+    gradients = list(dict.fromkeys(name.partition(", ")[0] for name in lines))
+    cases = list(dict.fromkeys(name.partition(", ")[2] for name in lines))
     with plt.rc_context(STYLE):
         figure, ax = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
         for name, line in lines.items():
-            ax.loglog(line["step sizes"], line["errors"], "o-", markersize=3, label=_literal(name))
+            gradient, _, case = name.partition(", ")
+            style = ("-", "--", ":", "-.")[gradients.index(gradient) % 4]
+            how = {"color": f"C{cases.index(case)}", "linestyle": style, "linewidth": 3.0 if style == "-" else 1.5}
+            ax.loglog(line["step sizes"], line["errors"], alpha=0.6 if style == "-" else 1, label=_literal(name), **how)
         ax.set(xlabel="step size", ylabel="relative error of the gradient")
         figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     return figure
