@@ -83,7 +83,7 @@ def main() -> None:
             write_page(given.out, given.page)
     except OutOfTime:
         print("The minutes are over; the same command goes on.")
-    write_page(given.out, given.page)
+        write_page(given.out, given.page)
 
 
 if __name__ == "__main__":

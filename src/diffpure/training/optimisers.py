@@ -41,16 +41,14 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]  # no closure: the gradients are there
         """Take one step along the gradients that the weights have."""
-        value = closure() if closure else None
         for group in self.param_groups:
             learning = [(p, p.grad) for p in group["params"] if p.grad is not None]
             if group["orthogonal"]:
                 self._orthogonal(learning, group["lr"])
             else:
                 self._adam(learning, group["lr"])
-        return value
 
     def _orthogonal(self, weights: list[tuple[nn.Parameter, Tensor]], rate: float) -> None:
         stacks: dict[tuple[int, int], list[tuple[nn.Parameter, Tensor]]] = {}
