@@ -28,6 +28,7 @@ from diffpure.attacks import (
     TwoStage,
     margin,
 )
+from diffpure.attacks.presets import ATTACKS as PRESETS
 from diffpure.threats import L2, Flow, Linf, Perceptual, ThreatModel
 from victims import Linear, Noisy, TinyFeatures, problem
 
@@ -161,3 +162,17 @@ def test_an_attack_is_never_worse_than_doing_nothing(case):
         assert (run.state["gradients"] + run.state["queries"] > attack.ranking.samples).all()  # and still optimised
     skipped = replace(attack, skip_misclassified=True)(model, x, (y + 1) % 5, threat, seeds=range(6))
     assert (skipped == threat.zeros(x)).flatten(1).all(1)[run.state["rank"] > 0].any()
+
+
+@pytest.mark.parametrize("kind", PRESETS)
+def test_the_title_of_an_attack_is_made_of_words_alone(kind):
+    """It stands in the header that a run is continued by, so an address of this process would end the run here."""
+    for attack in PRESETS[kind]:
+        assert "<" not in attack.title
+        assert "0x" not in attack.title
+
+
+def test_a_transferred_attack_says_what_it_was_crafted_on():
+    (transfer,), (diffusion,) = PRESETS["transfer"], PRESETS["diffusion-only"]
+    assert transfer.title.endswith("crafted on the classifier alone")
+    assert diffusion.title.endswith("crafted on the purifier alone")

@@ -172,7 +172,9 @@ class Transfer(SampledAttack):
 
     @property
     def title(self) -> str:
-        part = getattr(self.part, "title", f"{self.part_name} alone")
+        # Only a function may have a title of its own: every string has a method of that name.
+        own = None if isinstance(self.part, str) else getattr(self.part, "title", None)
+        part = own or f"{self.part_name} alone"
         return f"{self.attack.title}, crafted on the {part}"
 
     def steps(self, classes: int) -> int:
