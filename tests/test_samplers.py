@@ -259,6 +259,7 @@ def test_one_shot_is_the_posterior_mean():
         (lambda: Ancestral(steps=0), "at least 1"),
         (lambda: Langevin(variance=0), "variance > 0"),
         (lambda: Langevin(score_time=0), "score_time"),
+        (lambda: Langevin(variance=0.001, rate=1.0), "at least 250 steps are needed, got 100"),
     ],
 )
 def test_bad_arguments_get_one_sentence(make, message):

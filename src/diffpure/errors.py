@@ -21,6 +21,10 @@ class InputError(ValueError):
         super().__init__(cut)
 
 
+class Diverging(InputError):
+    """A solver's steps are too long for its equation: its values would grow without bound."""
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> InputError:
     """The error for an unknown name, with the nearest known one."""
     known = sorted(known)

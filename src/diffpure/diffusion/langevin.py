@@ -11,7 +11,7 @@ from torch import Tensor
 
 from diffpure.diffusion.paths import Drift, EulerPath, Path
 from diffpure.diffusion.score import ScoreModel
-from diffpure.errors import InputError
+from diffpure.errors import Diverging, InputError
 from diffpure.named import check_fields
 from diffpure.noise import Noise
 
@@ -37,6 +37,12 @@ class Langevin:
             raise InputError("Langevin needs variance > 0, rate > 0, eta >= 0 and at least one step.")
         if not 0 < self.score_time <= 1:
             raise InputError(f"score_time is a time in (0, 1], got {self.score_time}.")
+        # A step multiplies the distance to x_a by 1 - λ / (2 σ² steps), which must not be below -1.
+        if self.steps < (least := math.ceil(self.rate / (4 * self.variance))):
+            raise Diverging(
+                f"Langevin's steps diverge with rate {self.rate:g} and variance {self.variance:g}: at least {least:,} "
+                f"steps are needed, got {self.steps:,}."
+            )
 
     @property
     def stochastic(self) -> bool:

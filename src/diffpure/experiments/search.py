@@ -12,7 +12,8 @@
     set = {attacks = [{kind = "strong"}]}
 
 A setting's score in a rung is its robust accuracy, or its clean accuracy where the rung has no attack; of equal ones
-the first in the grid goes on. Every evaluation is an ordinary run, so a search that was stopped goes on where it was.
+the first in the grid goes on. A setting whose solver would diverge is left out. Every evaluation is an ordinary run, so
+a search that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
-from diffpure.errors import InputError
+from diffpure.errors import Diverging, InputError
 from diffpure.experiments.overrides import override
 from diffpure.experiments.spec import EvaluationSpec
 from diffpure.experiments.table import SMALL, Rung, Table, finished
@@ -50,7 +51,7 @@ class Trial:
     @property
     def name(self) -> str:
         """The values of the setting."""
-        return ", ".join(f"{path.rpartition('.')[2]} = {value:g}" for path, value in self.setting.items())
+        return words(self.setting, " = ")
 
     def score(self, table: Table) -> Rate:
         """What a rung chooses by."""
@@ -66,6 +67,11 @@ class Trial:
         return [self.name, str(self.rung + 1), str(table.rate(self.result, "clean")), robust, images]
 
 
+def words(setting: Setting, between: str = " ") -> str:
+    """The values of a setting by the last parts of their paths."""
+    return ", ".join(f"{path.rpartition('.')[2]}{between}{value:g}" for path, value in setting.items())
+
+
 def settings(table: Table) -> Iterator[Setting]:
     """Every combination of the grid's values."""
     if not table.grid or not table.rungs or any(rung.keep < 1 for rung in table.rungs):
@@ -79,7 +85,8 @@ def search(table: Table, measure: Measure, scale: str = SMALL, *, tiny: bool = F
 
     Without the runs of a rung nobody knows which settings the next one has, so the search ends there.
     """
-    chosen, found = list(settings(table)), list[Trial]()
+    left_out = diverging(table, scale, tiny=tiny)
+    chosen, found = [setting for setting in settings(table) if setting not in left_out], list[Trial]()
     for number, rung in enumerate(table.rungs):
         trials = []
         for setting in chosen:
@@ -93,6 +100,17 @@ def search(table: Table, measure: Measure, scale: str = SMALL, *, tiny: bool = F
     return found
 
 
+def diverging(table: Table, scale: str = SMALL, *, tiny: bool = False) -> list[Setting]:
+    """The settings of the grid with which the solver would diverge."""
+    found = []
+    for setting in settings(table):
+        try:
+            _spec(table, setting, table.rungs[0], scale, tiny)
+        except Diverging:
+            found.append(setting)
+    return found
+
+
 def measured(table: Table, parent: str | Path, scale: str = SMALL, *, tiny: bool = False) -> list[Trial]:
     """The trials of a search as far as their runs are finished."""
     return search(table, lambda spec: finished(spec, parent), scale, tiny=tiny)
@@ -102,6 +120,5 @@ def _spec(table: Table, setting: Setting, rung: Rung, scale: str, tiny: bool) ->
     plain = table.settings(scale)
     for path, value in {**rung.set, **setting}.items():
         override(plain, path, copy.deepcopy(value))
-    words = ", ".join(f"{path.rpartition('.')[2]} {value:g}" for path, value in setting.items())
-    spec = EvaluationSpec.of({**plain, "name": f"{table.title}: {words}"})
+    spec = EvaluationSpec.of({**plain, "name": f"{table.title}: {words(setting)}"})
     return spec.tiny() if tiny else spec

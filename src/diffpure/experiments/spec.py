@@ -41,7 +41,7 @@ from diffpure.attacks.presets import ATTACKS, own_keys
 from diffpure.data.sources import DataSpec
 from diffpure.diffusion.gradients import gradient_mode
 from diffpure.diffusion.samplers import sampler_of
-from diffpure.errors import InputError, unknown
+from diffpure.errors import Diverging, InputError, unknown
 from diffpure.models.cards import defense_card
 from diffpure.models.code import is_code
 from diffpure.named import changed, construct, lookup, too_deep
@@ -288,9 +288,14 @@ def _tiny(table: Any) -> dict[str, Any]:
 
 
 def _tiny_sampler(sampler: str | Table) -> dict[str, Any]:
-    """The sampler in two steps, where it has steps to choose."""
+    """The sampler in two steps, where it has steps to choose and can do with two."""
     table = {"kind": sampler} if isinstance(sampler, str) else {k: v for k, v in sampler.items() if k != "dt"}
-    return {**table, "steps": 2} if hasattr(sampler_of(table), "steps") else table
+    short = {**table, "steps": 2} if hasattr(sampler_of(table), "steps") else table
+    try:
+        sampler_of(short)
+    except Diverging:
+        return table
+    return short
 
 
 __all__ = ["ATTACKS", "FORMAT", "DataSpec", "EvaluationSpec", "ModelSpec", "Reference", "named_folder", "read_toml"]
