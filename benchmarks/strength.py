@@ -23,6 +23,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,10 @@ DEFENCES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def strong(budget: int, stop: float = 0.0) -> Suite:
-    losses = tuple(dp.MomentumPGD(loss=loss, iterations=budget // 2) for loss in ("ce", "margin"))
-    return Suite(attacks=losses, stop=stop)
+def stopping(budget: int, random: bool) -> Suite | None:
+    """The strong attack that leaves confirmed images alone; only where it has a second loss to spare."""
+    attack = dp.strong(budget)
+    return replace(attack, stop=0.05) if random and isinstance(attack, Suite) else None
 
 
 def sampled(kind: type[dp.PGD] | type[dp.APGD], budget: int, random: bool) -> Attack:
@@ -70,8 +72,8 @@ def sampled(kind: type[dp.PGD] | type[dp.APGD], budget: int, random: bool) -> At
 
 
 ATTACKS: dict[str, Callable[[int, bool], Attack | None]] = {
-    "strong": lambda budget, random: strong(budget),
-    "strong-stop": lambda budget, random: strong(budget, 0.05) if random else None,
+    "strong": lambda budget, random: dp.strong(budget),
+    "strong-stop": stopping,
     "momentum": lambda budget, random: dp.MomentumPGD(iterations=budget),
     "pgd": lambda budget, random: sampled(dp.PGD, budget, random),
     "apgd": lambda budget, random: sampled(dp.APGD, budget, random),

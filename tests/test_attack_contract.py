@@ -15,6 +15,7 @@ from diffpure.attacks import (
     EOT,
     FAB,
     PGD,
+    STRONG,
     Attack,
     AttackRun,
     Cost,
@@ -26,9 +27,12 @@ from diffpure.attacks import (
     Suite,
     Transfer,
     TwoStage,
+    attacks_of,
     margin,
+    strong,
 )
 from diffpure.attacks.presets import ATTACKS as PRESETS
+from diffpure.errors import InputError
 from diffpure.threats import L2, Flow, Linf, Perceptual, ThreatModel
 from victims import Linear, Noisy, TinyFeatures, problem
 
@@ -176,3 +180,20 @@ def test_a_transferred_attack_says_what_it_was_crafted_on():
     (transfer,), (diffusion,) = PRESETS["transfer"], PRESETS["diffusion-only"]
     assert transfer.title.endswith("crafted on the classifier alone")
     assert diffusion.title.endswith("crafted on the purifier alone")
+
+
+def test_the_strong_attack_is_made_for_a_number_of_gradients():
+    spent = {n: sum(each.gradients for each in strong(n).account(10)) for n in (20, 40, 80, 160)}
+    assert spent == {n: n for n in spent}
+    assert strong(80) == STRONG
+    assert isinstance(strong(79), MomentumPGD)
+    assert strong(40).name == STRONG.name == "strong"
+    assert attacks_of({"kind": "strong", "gradients": 40}) == (strong(40),)
+    (shorter,) = attacks_of({"kind": "strong", "gradients": 160, "momentum": 0.5})
+    assert shorter.mapped(
+        lambda part: replace(part, momentum=0.9) if isinstance(part, MomentumPGD) else part
+    ) == strong(160)
+    with pytest.raises(InputError, match="'gradients', argument of the attack 'strong', is a whole number"):
+        attacks_of({"kind": "strong", "gradients": "many"})
+    with pytest.raises(InputError, match="Unknown argument of the attack 'pgd' 'gradients'"):
+        attacks_of({"kind": "pgd", "gradients": 40})

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from diffpure.attacks import Square as Square
     from diffpure.attacks import StAdv as StAdv
     from diffpure.attacks import Transfer as Transfer
+    from diffpure.attacks import strong as strong
     from diffpure.audit import Audit as Audit
     from diffpure.audit import audit_gradient as audit_gradient
     from diffpure.certificates.certify import certify as certify
@@ -101,6 +102,7 @@ _HOMES = {
         "StAdv",
         "TRANSFER",
         "Transfer",
+        "strong",
     ),
     "diffpure.audit": (
         "Audit",

@@ -23,6 +23,7 @@ from diffpure.attacks.presets import (
     by_name,
     kind_of,
     revive_attack,
+    strong,
 )
 from diffpure.attacks.seeds import sample_seeds
 from diffpure.attacks.square import Square
@@ -73,4 +74,5 @@ __all__ = [
     "margin",
     "revive_attack",
     "sample_seeds",
+    "strong",
 ]

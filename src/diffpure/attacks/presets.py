@@ -45,11 +45,22 @@ DIFFUSION_ONLY: Final = Transfer(
     label="diffusion-only", attack=APGD(loss="reconstruction", eot=EOT(20)), part="purifier", eot=EOT(20)
 )
 
-# What an evaluation runs when no attack is named: two losses, of which every image keeps the stronger perturbation.
-STRONG: Final = Suite(
-    label="strong",
-    attacks=(MomentumPGD(loss="ce"), MomentumPGD(loss="margin")),
-)
+TWO_LOSSES: Final = 80  # gradients per image from which a second loss buys more than a longer way on one
+
+
+def strong(gradients: int = TWO_LOSSES) -> Attack:
+    """The attack to choose for a number of gradients per image, of which it spends all (an even number of them).
+
+    From 80 on it follows two losses with half of them each, and every image keeps the stronger perturbation; with fewer
+    it follows the margin alone, as two short ways leave more images than one long way (docs/evaluate.md has numbers).
+    """
+    if gradients < TWO_LOSSES:
+        return MomentumPGD(label="strong", loss="margin", iterations=gradients)
+    attacks = tuple(MomentumPGD(loss=loss, iterations=gradients // 2) for loss in ("ce", "margin"))
+    return Suite(label="strong", attacks=attacks)
+
+
+STRONG: Final = strong()  # what an evaluation runs when no attack is named
 
 ATTACKS: Final[dict[str, tuple[Attack, ...]]] = {
     "strong": (STRONG,),
@@ -72,6 +83,9 @@ ATTACKS: Final[dict[str, tuple[Attack, ...]]] = {
     "diffhammer": (DIFFHAMMER,),
 }
 
+GRADIENTS: Final = "gradients"  # the argument of kinds that are made for a number of gradients per image
+BY_GRADIENTS: Final = {"strong": strong}
+
 _CLASSES: Final[tuple[type[Any], ...]] = (
     *(APGD, DiffHammer, FAB, LowFrequency, MomentumPGD, PGD, Square, StAdv, Suite, Transfer, TwoStage),
     *(EOT, Deviated, Reconstruction, *GRADIENT_MODES.values()),
@@ -91,9 +105,11 @@ def attacks_of(value: AnyAttack) -> tuple[Attack, ...]:
     table = {"kind": value} if isinstance(value, str) else value
     if not isinstance(table, Mapping) or "kind" not in table:
         raise InputError(f"An attack is a name or a table with a kind, one of {', '.join(ATTACKS)}; got {value!r}.")
-    attacks = ATTACKS[kind_of(table["kind"])]
-    arguments = {key: v for key, v in table.items() if key != "kind"}
-    known = sorted({key for attack in attacks for part in attack.walk() for key in own_keys(part)})
+    kind, arguments = kind_of(table["kind"]), {key: v for key, v in table.items() if key != "kind"}
+    attacks, known = ATTACKS[kind], kind_keys(kind)
+    if kind in BY_GRADIENTS and (gradients := arguments.pop(GRADIENTS, None)) is not None:
+        wanted = checked(number(gradients), int, f"{GRADIENTS!r}, argument of the attack {kind!r}")
+        attacks = (BY_GRADIENTS[kind](wanted),)
     for key in arguments:
         if key not in known:
             raise unknown(f"argument of the attack {table['kind']!r}", key, known)
@@ -125,6 +141,12 @@ def own_keys(attack: Attack) -> set[str]:
     """The arguments that a table may give an attack itself: its fields that are no attacks."""
     nested = set(map(id, attack.parts()))
     return {f.name for f in fields(attack) if not _holds(getattr(attack, f.name), nested)} - {"part"}
+
+
+def kind_keys(kind: str) -> list[str]:
+    """The arguments that a table may give a kind of attack."""
+    own = {key for attack in ATTACKS[kind] for part in attack.walk() for key in own_keys(part)}
+    return sorted(own | ({GRADIENTS} if kind in BY_GRADIENTS else set()))
 
 
 def _holds(value: Any, parts: set[int]) -> bool:
