@@ -4,10 +4,11 @@
                                   [--defences ancestral …] [--attacks strong …] [--judges 64] [--threads 1] [--table]
 
 The budget is the number of gradients of the whole model per image: EOT samples × steps, both losses of `strong`
-together. A step of DiffHammer is one gradient and ten purifications, counted as 1 + 10/3 gradients. Network and
-classifier calls are counted where they are made, and stand in each row with the seconds. The accuracy left of an image
-is the share of fresh evaluation samples (`--judges`; one where the model is not random) that are right. The threat is
-ℓ∞ 8/255. `standard` is AutoAttack's standard suite, for a model that is not random, whatever the budget.
+together; `two-losses` has both at budgets at which `strong` follows one. A step of DiffHammer is one gradient and ten
+purifications, counted as 1 + 10/3 gradients. Network and classifier calls are counted where they are made, and stand in
+each row with the seconds. The accuracy left of an image is the share of fresh evaluation samples (`--judges`; one where
+the model is not random) that are right. The threat is ℓ∞ 8/255. `standard` is AutoAttack's standard suite, for a model
+that is not random, whatever the budget.
 
 Attacks take turns on each batch, the smallest budget first. A piece (defence, attack, budget, seed, batch) is one line
 of the file, flushed; a piece that is there is not run again. `--table` prints what is there: means over images and
@@ -67,6 +68,13 @@ def stopping(budget: int, random: bool) -> Suite | None:
     return replace(attack, stop=0.05) if random and isinstance(attack, Suite) else None
 
 
+def split(budget: int, random: bool) -> Suite | None:
+    """Both losses with half of the budget each, where the strong attack follows one: what its rule spares."""
+    if isinstance(dp.strong(budget), Suite):
+        return None
+    return Suite(attacks=tuple(dp.MomentumPGD(loss=loss, iterations=budget // 2) for loss in ("ce", "margin")))
+
+
 def sampled(kind: type[dp.PGD] | type[dp.APGD], budget: int, random: bool) -> Attack:
     return kind(iterations=budget // EOT, eot=EOT) if random else kind(iterations=budget)
 
@@ -74,6 +82,7 @@ def sampled(kind: type[dp.PGD] | type[dp.APGD], budget: int, random: bool) -> At
 ATTACKS: dict[str, Callable[[int, bool], Attack | None]] = {
     "strong": lambda budget, random: dp.strong(budget),
     "strong-stop": stopping,
+    "two-losses": split,
     "momentum": lambda budget, random: dp.MomentumPGD(iterations=budget),
     "pgd": lambda budget, random: sampled(dp.PGD, budget, random),
     "apgd": lambda budget, random: sampled(dp.APGD, budget, random),
