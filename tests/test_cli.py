@@ -170,7 +170,7 @@ def test_the_demo_writes_a_report_a_picture_and_runs(cheap_world):
 
 
 def test_the_runs_of_the_demo_verify(cheap_world, monkeypatch):
-    config = demonstration.DemoConfig(images=8, adaptive_images=2, iterations=2, samples=2, shown=2)
+    config = demonstration.DemoConfig(images=8, adaptive_images=2, gradients=2, shown=2)
     demo = demonstration.run_demo(config, Path("runs"))
     (cheap_world / "elsewhere").mkdir()
     monkeypatch.chdir(cheap_world / "elsewhere")  # a demo is checked from any folder

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import operator
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, final
 
 import numpy as np
@@ -24,6 +26,20 @@ Seeds = int | Sequence[int] | Tensor | None  # one per image; one number for all
 Words = NDArray[np.uint64]
 
 _MASK: Final = (1 << 64) - 1
+_MIRRORED: Final[ContextVar[bool]] = ContextVar("mirrored", default=False)
+
+
+@contextmanager
+def mirrored() -> Iterator[None]:
+    """Whatever noise begins inside is the negative of what its seeds give, and 1 - u where they give a uniform u.
+
+    Two samples of which one is mirrored are antithetic: in their mean, whatever is odd in the noise cancels.
+    """
+    token = _MIRRORED.set(True)
+    try:
+        yield
+    finally:
+        _MIRRORED.reset(token)
 
 
 def mix(seed: int, tag: int) -> int:
@@ -60,6 +76,7 @@ class Noise:
     """
 
     seeds: tuple[int, ...]
+    mirrored: bool = field(default_factory=_MIRRORED.get)  # kept, as a backward pass draws again, in any thread
 
     @classmethod
     def of(cls, seeds: Seeds, batch: int) -> Noise:
@@ -79,19 +96,21 @@ class Noise:
         out = np.empty(like.shape, dtype=np.float64 if like.dtype == torch.float64 else np.float32)
         for row, seed in zip(out, self.seeds, strict=True):
             self._stream(seed, step).standard_normal(out=row, dtype=row.dtype)
-        return torch.from_numpy(out).to(device=like.device, dtype=like.dtype)
+        drawn = torch.from_numpy(out).to(device=like.device, dtype=like.dtype)
+        return -drawn if self.mirrored else drawn
 
     def uniform(self, step: int) -> Tensor:
         """One number in [0, 1) per image: (B,) float64."""
-        return torch.tensor([self._stream(seed, step).random() for seed in self.seeds], dtype=torch.float64)
+        drawn = torch.tensor([self._stream(seed, step).random() for seed in self.seeds], dtype=torch.float64)
+        return 1 - 2**-53 - drawn if self.mirrored else drawn
 
     def child(self, tag: int) -> Noise:
         """An independent noise for a part of the work (a round, a sample), again one stream per image."""
-        return Noise(tuple(mix_all(_words(self.seeds), tag).tolist()))
+        return replace(self, seeds=tuple(mix_all(_words(self.seeds), tag).tolist()))
 
     def draws(self, count: int) -> Noise:
         """The children 0 … count - 1 of each image, one image after the other: (B · count) streams."""
-        return Noise(tuple(mix_all(_words(self.seeds)[:, None], np.arange(count)).ravel().tolist()))
+        return replace(self, seeds=tuple(mix_all(_words(self.seeds)[:, None], np.arange(count)).ravel().tolist()))
 
     @staticmethod
     def _stream(seed: int, step: int) -> np.random.Generator:

@@ -253,6 +253,11 @@ class Defense(nn.Module):
         return self.purifier.stochastic
 
     @property
+    def mirrors(self) -> bool:
+        """Whether `diffpure.noise.mirrored` reaches all of its noise, as antithetic attacks need."""
+        return bool(getattr(self.purifier, "mirrors", False))
+
+    @property
     def title(self) -> str:
         """What it is, in a few words for tables."""
         vote = f", {self.vote}" if self.vote else ""

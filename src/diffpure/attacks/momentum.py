@@ -22,6 +22,7 @@ from diffpure.attacks.pgd import RestartedAttack
 from diffpure.attacks.seeds import starts
 from diffpure.attacks.state import Problem, State, usable
 from diffpure.errors import InputError
+from diffpure.noise import mirrored
 from diffpure.threats import per_image, wide
 
 
@@ -31,13 +32,15 @@ class MomentumPGD(RestartedAttack):
     """Momentum over steps, and a step size that falls to zero.
 
     momentum: the momentum: μ of `momentum`, a of APGD.   first_step: η_0 as a share of ε.
-    confirm: samples with which the last iterate is evaluated.
+    confirm: samples with which the last iterate is evaluated.   antithetic: every second step mirrors the noise of the
+    one before, so that what is odd in it cancels in the momentum; only a diffusion purifier can, others draw as ever.
     """
 
     iterations: int = 40
     momentum: float = 0.9
     first_step: float = 0.5
     confirm: int = 8
+    antithetic: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +56,8 @@ class MomentumPGD(RestartedAttack):
 
     @property
     def title(self) -> str:
-        return self.titled(f"momentum PGD-{self.iterations} on {self.loss_name}")
+        pairs = "antithetic steps" if self.antithetic else ""
+        return self.titled(f"momentum PGD-{self.iterations} on {self.loss_name}", pairs)
 
     @property
     def ranking(self) -> EOT:
@@ -86,6 +90,13 @@ class MomentumPGD(RestartedAttack):
         eta = self.first_step * threat.eps * (1 + math.cos(math.pi * (k - 1) / self.iterations)) / 2
         z = threat.project(problem.x, state["z"] + eta * threat.ascend(state["momentum"]))
         return self._after(problem, state, z, i)
+
+    def ask(self, problem: Problem, z: Tensor, eot: EOT, i: int, target: Tensor, gradient: bool) -> Expectation:
+        second = self.antithetic and gradient and not eot.fixed and i % self.length % 2 == 1
+        if not (second and getattr(problem.model, "mirrors", False)):
+            return super().ask(problem, z, eot, i, target, gradient)
+        with mirrored():
+            return super().ask(problem, z, eot, i - 1, target, gradient)
 
     def _after(self, problem: Problem, state: State, z: Tensor, i: int) -> State:
         state, seen = self.evaluate(problem, state, z, i)

@@ -52,10 +52,10 @@ def strong(gradients: int = TWO_LOSSES) -> Attack:
     """The attack to choose for a number of gradients per image, of which it spends all (an even number of them).
 
     From 80 on it follows two losses with half of them each, and every image keeps the stronger perturbation; with fewer
-    it follows the margin alone, as two short ways leave more images than one long way (docs/evaluate.md has numbers).
+    it follows the margin alone, with antithetic steps, as two short ways leave more images than one long way.
     """
     if gradients < TWO_LOSSES:
-        return MomentumPGD(label="strong", loss="margin", iterations=gradients)
+        return MomentumPGD(label="strong", loss="margin", iterations=gradients, antithetic=True)
     attacks = tuple(MomentumPGD(loss=loss, iterations=gradients // 2) for loss in ("ce", "margin"))
     return Suite(label="strong", attacks=attacks)
 

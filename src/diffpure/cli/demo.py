@@ -22,7 +22,7 @@ SMALL = "The embedded models are small: these are not the paper's numbers."
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the report, the picture and the runs.")] = Path("out"),
     images: Annotated[int, typer.Option(min=8, max=500, help="Embedded images to classify and purify.")] = 100,
-    adaptive: Annotated[int, typer.Option(min=1, help="Images for the attack on the defence.")] = 16,
+    adaptive: Annotated[int, typer.Option(min=1, help="Images for the attack on the defence.")] = 32,
     seed: Annotated[int, typer.Option(help="Seed of all noise.")] = 0,
     threads: Threads = None,
 ) -> None:

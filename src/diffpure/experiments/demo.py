@@ -7,7 +7,7 @@ It is four evaluations, each a spec with a run on the disk, so that it can be ve
     undefended the classifier, and PGD on it
     purified   the defence on the same images
     brought    the defence on the images that PGD made against the undefended classifier
-    adaptive   the defence under PGD with expectation over its noise and its exact gradient, on few images
+    adaptive   the defence under the strong attack, which goes through it with its exact gradient, on few images
 
 The last shows the effect honestly, and is no substitute for an evaluation.
 """
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from diffpure.attacks import strong
 from diffpure.evaluation.evaluate import Tick
 from diffpure.evaluation.store import IMAGES
 from diffpure.evaluation.units import Unit
@@ -58,9 +59,8 @@ class DemoConfig:
     """How much to do; the defaults take about a minute on two cores."""
 
     images: int = 100
-    adaptive_images: int = 16
-    iterations: int = 10
-    samples: int = 8
+    adaptive_images: int = 32
+    gradients: int = 40
     t_star: float = 0.1
     steps: int = 5
     seed: int = 0
@@ -79,15 +79,15 @@ def run_demo(config: DemoConfig, home: Path, progress: Progress = lambda *_: Non
         found.append((folder, run_spec(spec, folder, progress=_tell(progress, spec.name))))
         return found[-1][1]
 
-    pgd, adapted = "PGD-20", f"PGD-{config.iterations}, EOT {config.samples}, exact gradient"
+    pgd, adapted = "PGD-20", f"{strong(config.gradients).title}, exact gradient"
     name = f"Undefended classifier, and {pgd} on it"
     undefended = measure(_spec(config, name, config.images, attack={"kind": "pgd", "iterations": 20}))
     purified = measure(_spec(config, "Purified", config.images, defended=True))
     name = f"Purified, on the images that {pgd} made against the undefended classifier"
     brought = measure(_spec(config, name, config.images, defended=True, source=_attacked(found[0])))
-    eot = {"kind": "pgd", "iterations": config.iterations, "eot": config.samples}
+    attack = {"kind": "strong", "gradients": config.gradients}
     name = f"Purified, under an adaptive white-box attack ({adapted})"
-    adaptive = measure(_spec(config, name, config.adaptive_images, defended=True, attack=eot))
+    adaptive = measure(_spec(config, name, config.adaptive_images, defended=True, attack=attack))
     rows = (
         DemoRow("classifier", "none", undefended.clean()),
         DemoRow("classifier", pgd, undefended.minimum()),

@@ -23,7 +23,7 @@ from diffpure.diffusion.score import Metered, ScoreModel, as_score
 from diffpure.diffusion.sde import over
 from diffpure.errors import InputError, unknown
 from diffpure.named import brief
-from diffpure.noise import Noise, Seeds, mix
+from diffpure.noise import Noise, Seeds
 from diffpure.purifiers.tiles import blend, corners, cut
 from diffpure.purify import PurifierBase
 from diffpure.validate import as_images
@@ -72,6 +72,11 @@ class Purifier(PurifierBase):
         return self.sampler.stochastic
 
     @property
+    def mirrors(self) -> bool:
+        """Whether `diffpure.noise.mirrored` reaches all of its noise."""
+        return True
+
+    @property
     def title(self) -> str:
         tiles = "in tiles" if self.fit == "tiles" else ""
         precision = "" if self.autocast is None else str(self.autocast).removeprefix("torch.")
@@ -85,8 +90,7 @@ class Purifier(PurifierBase):
         if size is None:
             return self.sampler(Metered(self.score), self._enter(images), noise)
         count = len(corners(images.shape[-2], images.shape[-1], size))
-        seeds = tuple(mix(seed, k) for seed in noise.seeds for k in range(count))
-        return self.sampler(Metered(self.score), 2 * cut(images, size) - 1, Noise(seeds))
+        return self.sampler(Metered(self.score), 2 * cut(images, size) - 1, noise.draws(count))
 
     def finish(self, state: Tensor, images: Tensor) -> Tensor:
         if self._tile(images) is not None:
