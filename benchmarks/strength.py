@@ -3,12 +3,12 @@
     python benchmarks/strength.py --out strength.jsonl [--images 64] [--batch 16] [--seeds 0 1 2] [--budgets 20 40 80]
                                   [--defences ancestral …] [--attacks strong …] [--judges 64] [--threads 1] [--table]
 
-The budget is the number of gradients of the whole model per image: EOT samples × steps, both losses of `strong`
-together; `two-losses` has both at budgets at which `strong` follows one. A step of DiffHammer is one gradient and ten
-purifications, counted as 1 + 10/3 gradients. Network and classifier calls are counted where they are made, and stand in
-each row with the seconds. The accuracy left of an image is the share of fresh evaluation samples (`--judges`; one where
-the model is not random) that are right. The threat is ℓ∞ 8/255. `standard` is AutoAttack's standard suite, for a model
-that is not random, whatever the budget.
+The budget is the number of gradients of the whole model per image: EOT samples × steps. `strong` is
+`dp.strong(budget)`, `two-losses` divides the budget between the losses as `dp.STRONG` does, `momentum` has the
+cross-entropy alone. A step of DiffHammer is one gradient and ten purifications, counted as 1 + 10/3 gradients. Network
+and classifier calls are counted where they are made, and stand in each row with the seconds. The accuracy left of an
+image is the share of fresh evaluation samples (`--judges`; one where the model is not random) that are right. The
+threat is ℓ∞ 8/255. `standard` is AutoAttack's standard suite, for a model that is not random, whatever the budget.
 
 Attacks take turns on each batch, the smallest budget first. A piece (defence, attack, budget, seed, batch) is one line
 of the file, flushed; a piece that is there is not run again. `--table` prints what is there: means over images and
@@ -24,7 +24,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +61,10 @@ DEFENCES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def stopping(budget: int, random: bool) -> Suite | None:
-    """The strong attack that leaves confirmed images alone; only where it has a second loss to spare."""
-    attack = dp.strong(budget)
-    return replace(attack, stop=0.05) if random and isinstance(attack, Suite) else None
-
-
-def split(budget: int, random: bool) -> Suite | None:
-    """Both losses with half of the budget each, where the strong attack follows one: what its rule spares."""
-    if isinstance(dp.strong(budget), Suite):
-        return None
-    return Suite(attacks=tuple(dp.MomentumPGD(loss=loss, iterations=budget // 2) for loss in ("ce", "margin")))
+def two_losses(budget: int, stop: float = 0.0) -> Suite:
+    """What `dp.STRONG` does, for another number of gradients."""
+    attacks = tuple(dp.MomentumPGD(loss=loss, iterations=budget // 2) for loss in ("ce", "margin"))
+    return Suite(attacks=attacks, stop=stop)
 
 
 def sampled(kind: type[dp.PGD] | type[dp.APGD], budget: int, random: bool) -> Attack:
@@ -81,8 +73,8 @@ def sampled(kind: type[dp.PGD] | type[dp.APGD], budget: int, random: bool) -> At
 
 ATTACKS: dict[str, Callable[[int, bool], Attack | None]] = {
     "strong": lambda budget, random: dp.strong(budget),
-    "strong-stop": stopping,
-    "two-losses": split,
+    "two-losses": lambda budget, random: two_losses(budget),
+    "two-losses-stop": lambda budget, random: two_losses(budget, 0.05) if random else None,
     "momentum": lambda budget, random: dp.MomentumPGD(iterations=budget),
     "pgd": lambda budget, random: sampled(dp.PGD, budget, random),
     "apgd": lambda budget, random: sampled(dp.APGD, budget, random),

@@ -45,22 +45,21 @@ DIFFUSION_ONLY: Final = Transfer(
     label="diffusion-only", attack=APGD(loss="reconstruction", eot=EOT(20)), part="purifier", eot=EOT(20)
 )
 
-TWO_LOSSES: Final = 80  # gradients per image from which a second loss buys more than a longer way on one
+# What an evaluation runs when no attack is named: two losses, of which every image keeps the stronger perturbation, so
+# that a defence which hides one of them is attacked all the same.
+STRONG: Final = Suite(
+    label="strong",
+    attacks=(MomentumPGD(loss="ce"), MomentumPGD(loss="margin")),
+)
 
 
-def strong(gradients: int = TWO_LOSSES) -> Attack:
-    """The attack to choose for a number of gradients per image, of which it spends all (an even number of them).
+def strong(gradients: int) -> MomentumPGD:
+    """The attack for a stated number of gradients per image: all of them on the margin, with antithetic steps.
 
-    From 80 on it follows two losses with half of them each, and every image keeps the stronger perturbation; with fewer
-    it follows the margin alone, with antithetic steps, as two short ways leave more images than one long way.
+    On purified models one long way leaves fewer images than two losses with half of the gradients each.
     """
-    if gradients < TWO_LOSSES:
-        return MomentumPGD(label="strong", loss="margin", iterations=gradients, antithetic=True)
-    attacks = tuple(MomentumPGD(loss=loss, iterations=gradients // 2) for loss in ("ce", "margin"))
-    return Suite(label="strong", attacks=attacks)
+    return MomentumPGD(label="strong", loss="margin", iterations=gradients, antithetic=True)
 
-
-STRONG: Final = strong()  # what an evaluation runs when no attack is named
 
 ATTACKS: Final[dict[str, tuple[Attack, ...]]] = {
     "strong": (STRONG,),
