@@ -79,10 +79,10 @@ def show(name: str, table: Table, parents: Sequence[Path], scale: str = SMALL) -
 def _shown_search(name: str, table: Table, parents: Sequence[Path], scale: str) -> Shown:
     trials = max((search.measured(table, parent, scale) for parent in parents), key=_progress)
     lines = [trial.cells(table) for trial in trials if trial.result is not None]
-    done, rungs = len(lines), len(table.rungs)
-    whole = trials[0].rung == rungs - 1 and trials[0].result is not None
-    state: State = "measured" if whole else "partly" if done else "not run"
-    return Shown(name, table, search.HEADINGS, lines, {}, state)
+    runs = {f"{trial.name}, rung {trial.rung + 1}": trial.result for trial in trials if trial.result is not None}
+    whole = trials[0].rung == len(table.rungs) - 1 and trials[0].result is not None
+    state: State = "measured" if whole else "partly" if lines else "not run"
+    return Shown(name, table, search.HEADINGS, lines, runs, state)
 
 
 def _progress(trials: list[search.Trial]) -> tuple[int, int]:

@@ -35,7 +35,7 @@ from diffpure.results.rows import Rate
 Setting = Mapping[str, Any]  # path in the spec to its value
 Measure = Callable[[EvaluationSpec], Result | None]  # the finished run of a spec; None: not to be run now
 
-HEADINGS: Final = ("setting", "rung", "clean", "robust", "images")
+HEADINGS: Final = ("setting", "rung", "clean", "robust", "images", "attacks")
 
 
 @final
@@ -61,10 +61,10 @@ class Trial:
     def cells(self, table: Table) -> list[str]:
         """A line of the printed search."""
         if self.result is None:
-            return [self.name, str(self.rung + 1), "not run", "", ""]
+            return [self.name, str(self.rung + 1), "not run", "", "", ""]
         robust = str(table.rate(self.result, "robust")) if self.result.attacks else "not measured"
-        images = str(len(self.result.indices))
-        return [self.name, str(self.rung + 1), str(table.rate(self.result, "clean")), robust, images]
+        images, attacks = str(len(self.result.indices)), "; ".join(map(self.result.title, self.result.attacks))
+        return [self.name, str(self.rung + 1), str(table.rate(self.result, "clean")), robust, images, attacks]
 
 
 def words(setting: Setting, between: str = " ") -> str:
