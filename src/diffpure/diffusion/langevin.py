@@ -38,9 +38,9 @@ class Langevin:
         if not 0 < self.score_time <= 1:
             raise InputError(f"score_time is a time in (0, 1], got {self.score_time}.")
         # A step multiplies the distance to x_a by 1 - λ / (2 σ² steps), which must not be below -1.
-        if self.steps < (least := math.ceil(self.rate / (4 * self.variance))):
+        if self.steps < (least := self.rate / self.variance / 4):
             raise Diverging(
-                f"Langevin's steps diverge with rate {self.rate:g} and variance {self.variance:g}: at least {least:,} "
+                f"Langevin's steps diverge with rate {self.rate:g} and variance {self.variance:g}: at least {least:,g} "
                 f"steps are needed, got {self.steps:,}."
             )
 
