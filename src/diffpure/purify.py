@@ -51,6 +51,11 @@ class PurifierBase(nn.Module, ABC):
         """Whether two calls on one image differ unless they are given the same seed."""
 
     @property
+    def mirrors(self) -> bool:
+        """Whether all of its noise comes from the `noise` that `begin` is given: antithetic attacks mirror that."""
+        return False
+
+    @property
     def size(self) -> int | None:
         """The resolution that its network wants, None for any."""
         return None
@@ -254,8 +259,8 @@ class Defense(nn.Module):
 
     @property
     def mirrors(self) -> bool:
-        """Whether `diffpure.noise.mirrored` reaches all of its noise, as antithetic attacks need."""
-        return bool(getattr(self.purifier, "mirrors", False))
+        """Whether antithetic attacks reach all of its noise."""
+        return self.purifier.mirrors
 
     @property
     def title(self) -> str:

@@ -73,7 +73,6 @@ class Purifier(PurifierBase):
 
     @property
     def mirrors(self) -> bool:
-        """Whether `diffpure.noise.mirrored` reaches all of its noise."""
         return True
 
     @property
