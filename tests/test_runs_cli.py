@@ -246,6 +246,8 @@ def test_json_has_no_numbers_that_are_none(capsys):
 # ------------------------------------------------------------------------------------------------------------- signals
 
 CHILD = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 import sys, time
 sys.argv = ["diffpure", "evaluate", "slow.toml", "--out", "runs", "--allow-code", "--threads", "1"]
 from diffpure.evaluation.store import Store
