@@ -33,7 +33,7 @@ from parity import public_rand
 from torch import Tensor, nn
 
 import diffpure as dp
-from diffpure.attacks import Attack, Suite, sample_seeds
+from diffpure.attacks import Attack, attacks_of, sample_seeds
 from diffpure.attacks.presets import STANDARD_SUITE
 from diffpure.data.samples import samples
 from diffpure.evaluation.checks import EVALUATION, right
@@ -61,10 +61,10 @@ DEFENCES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def two_losses(budget: int, stop: float = 0.0) -> Suite:
-    """What `dp.STRONG` does, for another number of gradients."""
-    attacks = tuple(dp.MomentumPGD(loss=loss, iterations=budget // 2) for loss in ("ce", "margin"))
-    return Suite(attacks=attacks, stop=stop)
+def two_losses(budget: int, stop: float = 0.0) -> Attack:
+    """`dp.STRONG` with another number of gradients."""
+    (attack,) = attacks_of({"kind": "strong", "iterations": budget // 2, "stop": stop})
+    return attack
 
 
 def sampled(kind: type[dp.PGD] | type[dp.APGD], budget: int, random: bool) -> Attack:
