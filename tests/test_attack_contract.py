@@ -186,9 +186,8 @@ def test_the_strong_attack_is_made_for_a_number_of_gradients():
     spent = {n: sum(each.gradients for each in strong(n).account(10)) for n in (20, 40, 80)}
     assert spent == {n: n for n in spent}
     assert strong(40).name == STRONG.name == "strong"
-    assert attacks_of({"kind": "strong", "gradients": 40}) == (strong(40),)
-    assert attacks_of({"kind": "strong", "gradients": 40, "momentum": 0.5}) == (replace(strong(40), momentum=0.5),)
-    with pytest.raises(InputError, match="'gradients', argument of the attack 'strong', is a whole number"):
-        attacks_of({"kind": "strong", "gradients": "many"})
-    with pytest.raises(InputError, match="Unknown argument of the attack 'pgd' 'gradients'"):
-        attacks_of({"kind": "pgd", "gradients": 40})
+    assert attacks_of("strong") == (STRONG,) == (strong(80),)
+    assert attacks_of({"kind": "strong", "iterations": 40}) == (strong(40),)
+    assert attacks_of({"kind": "strong", "iterations": 40, "momentum": 0.5}) == (replace(strong(40), momentum=0.5),)
+    with pytest.raises(InputError, match="'iterations', argument of the attack 'momentum-margin', is a whole number"):
+        attacks_of({"kind": "strong", "iterations": "many"})

@@ -71,7 +71,7 @@ def test_init_writes_a_spec_that_is_read_back(tmp_path, monkeypatch):
     assert invoke("init").exit_code == 0
     made = EvaluationSpec.read(tmp_path / "evaluation.toml")
     assert made.name == "My defence"
-    assert list(made.make_attacks()) == ["pgd-ce", "square"]
+    assert list(made.make_attacks()) == ["strong", "square"]
     before = (tmp_path / "evaluation.toml").read_bytes()
     with pytest.raises(InputError, match="is there already"):
         invoke("init")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffpure.attacks import PGD, STRONG, Suite, attacks_of
+from diffpure.attacks import PGD, TWO_LOSSES, Suite, attacks_of
 from diffpure.errors import InputError
 from diffpure.evaluation.evaluate import evaluate
 from diffpure.noise import Noise
@@ -83,9 +83,9 @@ def test_a_result_counts_the_images_that_were_stopped_and_says_the_error_rate():
 
 
 def test_stopping_is_opt_in_and_its_rate_is_checked():
-    assert STRONG.stop == 0
-    (asked,) = attacks_of({"kind": "strong", "stop": 0.05})
-    assert asked == replace(STRONG, stop=0.05)
+    assert TWO_LOSSES.stop == 0
+    (asked,) = attacks_of({"kind": "two-losses", "stop": 0.05})
+    assert asked == replace(TWO_LOSSES, stop=0.05)
     assert asked.confirmations == 29
     with pytest.raises(InputError, match=r"a stop in \[0, 1\)"):
-        replace(STRONG, stop=1.0)
+        replace(TWO_LOSSES, stop=1.0)

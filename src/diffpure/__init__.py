@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from diffpure.attacks import PGD_LEE_KIM as PGD_LEE_KIM
     from diffpure.attacks import STRONG as STRONG
     from diffpure.attacks import TRANSFER as TRANSFER
+    from diffpure.attacks import TWO_LOSSES as TWO_LOSSES
     from diffpure.attacks import DiffHammer as DiffHammer
     from diffpure.attacks import LowFrequency as LowFrequency
     from diffpure.attacks import MomentumPGD as MomentumPGD
@@ -101,6 +102,7 @@ _HOMES = {
         "Square",
         "StAdv",
         "TRANSFER",
+        "TWO_LOSSES",
         "Transfer",
         "strong",
     ),

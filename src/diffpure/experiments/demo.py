@@ -85,7 +85,7 @@ def run_demo(config: DemoConfig, home: Path, progress: Progress = lambda *_: Non
     purified = measure(_spec(config, "Purified", config.images, defended=True))
     name = f"Purified, on the images that {pgd} made against the undefended classifier"
     brought = measure(_spec(config, name, config.images, defended=True, source=_attacked(found[0])))
-    attack = {"kind": "strong", "gradients": config.gradients}
+    attack = {"kind": "strong", "iterations": config.gradients}
     name = f"Purified, under an adaptive white-box attack ({adapted})"
     adaptive = measure(_spec(config, name, config.adaptive_images, defended=True, attack=attack))
     rows = (

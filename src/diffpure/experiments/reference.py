@@ -16,7 +16,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, Final
 
 from diffpure.attacks import EOT, LOSSES, Attack, LogitLoss
-from diffpure.attacks.presets import ATTACKS, BY_GRADIENTS, GRADIENTS, kind_keys, own_keys
+from diffpure.attacks.presets import ATTACKS, kind_keys, own_keys
 from diffpure.data.sources import SOURCES, DataSpec
 from diffpure.diffusion.gradients import GRADIENT_MODES
 from diffpure.diffusion.samplers import SAMPLERS
@@ -165,7 +165,6 @@ def _attacks() -> str:
     said: dict[str, str] = {}
     for attack in _every_part():
         said |= {key: text for key, text in notes(type(attack)).items() if key in own_keys(attack)}
-    said[GRADIENTS] = "per image: the margin alone is followed, with antithetic steps and all of them (`dp.strong`)."
     meanings = _table((f"`{key}`", _of_kinds(key), said[key]) for key in sorted(said))
     losses = f"Losses: {', '.join(f'`{name}`' for name in LOSSES)}."
     return f"## `[[attacks]]`\n\n{text}\n\n{kinds}\n\n{meanings.replace('default', 'of the kinds', 1)}\n\n{losses}"
@@ -177,7 +176,7 @@ def _every_part() -> Iterable[Attack]:
 
 def _arguments(kind: str, attacks: Iterable[Attack]) -> str:
     """The arguments of a kind with the values that its parts have."""
-    values: dict[str, dict[str, None]] = {GRADIENTS: {"not given": None}} if kind in BY_GRADIENTS else {}
+    values: dict[str, dict[str, None]] = {}
     for part in (part for attack in attacks for part in attack.walk()):
         for key in own_keys(part) - _SHARED:
             values.setdefault(key, {})[_written(getattr(part, key))] = None
