@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from diffpure.attacks import APGD, EOT, PGD, Suite
+from diffpure.attacks import APGD, EOT, PGD, Suite, strong
 from diffpure.attacks.base import Spending
 from diffpure.diffusion.gradients import BPDA, Exact, saved_bytes
 from diffpure.evaluation import cost
@@ -29,15 +29,15 @@ def test_seconds_are_those_of_the_calls_that_are_made(monkeypatch):
     """Seconds of a call by its kind and size, whatever this machine needs: 1 s per image and 10 s per call."""
     sizes = []
 
-    def seconds(model, one, size):
+    def seconds(model, one, size, *, gradient):
         sizes.append(size)
-        each = {"network": 1.0, "network_gradient": 100.0, "classifier": 0.5, "classifier_gradient": 50.0}
-        return {key: value + 10 / size for key, value in each.items()}
+        plain, graph = {"network": 1.0, "classifier": 0.5}, {"network_gradient": 100.0, "classifier_gradient": 50.0}
+        return {key: value + 10 / size for key, value in (graph if gradient else plain).items()}
 
     monkeypatch.setattr(cost, "_seconds", seconds)
     work = ready(tried=[PGD(iterations=2, eot=EOT(3))], rules=["worst of 2"], batch=COUNT, per_call=6)
     said = work.estimate()
-    assert sizes == [6, 6] or sizes == [6]  # 5 images × 2 samples and 2 images × 3 samples, at most 6 in a call
+    assert set(sizes) == {6}  # 5 images × 2 samples and 2 images × 3 samples, at most 6 in a call
     network, graph = 3 * (2 * 3 + 2 * 3) + 2 * 3 * 2, 3 * 2 * 3  # per image: forward passes, and backward ones
     assert said.calls["network"] == COUNT * network
     assert said.calls["network_gradient"] == COUNT * graph
@@ -46,6 +46,13 @@ def test_seconds_are_those_of_the_calls_that_are_made(monkeypatch):
     price = (1.0, 100.0, 0.5, 50.0)
     assert said.seconds == pytest.approx(sum(n * (p + 10 / 6) for n, p in zip(calls, price, strict=True)))
     assert f"{COUNT * (network + graph):,} network calls" in str(said)
+
+
+def test_gradients_are_timed_in_calls_of_the_samples_that_are_followed():
+    """Momentum follows one sample per image and ranks with eight."""
+    work = ready(tried=[strong(2)], batch=2, per_call=64)
+    sizes = {unit.attack: cost._call_sizes(work.job, unit) for unit in work.units if unit.stop - unit.start == 2}
+    assert sizes["strong"] == (16, 2)
 
 
 def test_an_estimate_measures_this_machine():

@@ -20,7 +20,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from diffpure.attacks.base import Attack, Spending
+from diffpure.attacks.base import Attack, SampledAttack, Spending
 from diffpure.attacks.losses import Model, call
 from diffpure.diffusion.gradients import Backprop, Exact, GradientMode, graph_bytes
 from diffpure.diffusion.memory import saved_bytes
@@ -96,10 +96,11 @@ def _purifier(model: Model, mode: GradientMode | None = None) -> PurifierBase | 
 def estimate(job: Job, units: Sequence[Unit], images: Tensor, classes: int) -> Estimate:
     """The cost of units; an attack that stops at misclassified images takes less."""
     one = images[:1].to(device_of(job.model))
-    timed, total, seconds = cache(lambda size: _seconds(job.model, one, size)), Counter[str](), 0.0
+    timed, total, seconds = cache(partial(_seconds, job.model, one)), Counter[str](), 0.0
     for unit in units:
         spent = account(job, unit, classes, one)
-        each = timed(_call_size(job, unit) * _draws(job.model))
+        plain, graph = (size * _draws(job.model) for size in _call_sizes(job, unit))
+        each = {**timed(plain, gradient=False), **timed(graph, gradient=True)}
         seconds += sum(spent[key] * each[key] for key in CALLS)
         total.update(spent)
     return Estimate(
@@ -112,27 +113,32 @@ def estimate(job: Job, units: Sequence[Unit], images: Tensor, classes: int) -> E
     )
 
 
-def _call_size(job: Job, unit: Unit) -> int:
-    """Images in one call of a unit: an attack keeps an image's samples whole where it can."""
+def _call_sizes(job: Job, unit: Unit) -> tuple[int, int]:
+    """Images in one call of a unit, without and with a gradient: an attack keeps an image's samples whole where it can,
+    and ranks with more samples than it follows."""
     count, attack = unit.stop - unit.start, job.attacks.get(unit.attack)
-    samples = job.samples if attack is None else attack.ranking.samples
-    whole = samples * min(count, max(1, job.per_call // samples))
-    return min(job.per_call, whole if attack is not None else count * samples)
+    if attack is None:
+        return (min(job.per_call, count * job.samples),) * 2
+    followed = [a.eot.samples for a in attack.walk() if isinstance(a, SampledAttack) and a.price().gradients]
+
+    def whole(samples: int) -> int:
+        return min(job.per_call, samples * min(count, max(1, job.per_call // samples)))
+
+    return whole(attack.ranking.samples), whole(max(followed, default=1))
 
 
-def _seconds(model: Model, one: Tensor, size: int) -> dict[str, float]:
-    """Seconds per image of one call of each kind, in calls of `size` images."""
-    images = one.repeat(size, 1, 1, 1)
+def _seconds(model: Model, one: Tensor, size: int, *, gradient: bool) -> dict[str, float]:
+    """Seconds per image of one call of each kind, with or without a gradient, in calls of `size` images."""
+    images, suffix = one.repeat(size, 1, 1, 1), "_gradient" if gradient else ""
     purifier, classifier = _purifier(model), getattr(model, "classifier", model)
-    found = dict.fromkeys(CALLS, 0.0)
-    for gradient, suffix in ((False, ""), (True, "_gradient")):
-        found[f"classifier{suffix}"] = _timed(lambda x: call(classifier, x, range(len(x))), images, gradient) / size
-        if purifier is not None:
-            with torch.no_grad():
-                state, path = purifier.begin(images, Noise.of(0, size).child(0))
-            with purifier.precision(images):
-                step = _timed(partial(path.step, i=0), state, gradient)
-            found[f"network{suffix}"] = step / size / max(1, path.calls(0))
+    asked = _timed(lambda x: call(classifier, x, range(len(x))), images, gradient)
+    found = {f"classifier{suffix}": asked / size, f"network{suffix}": 0.0}
+    if purifier is not None:
+        with torch.no_grad():
+            state, path = purifier.begin(images, Noise.of(0, size).child(0))
+        with purifier.precision(images):
+            step = _timed(partial(path.step, i=0), state, gradient)
+        found[f"network{suffix}"] = step / size / max(1, path.calls(0))
     return found
 
 
