@@ -12,7 +12,8 @@ The threat is ℓ∞ 8/255. `standard` is AutoAttack's standard suite, for a mod
 
 Attacks take turns on each batch, the smallest budget first. A piece (defence, attack, budget, seed, batch) is one line
 of the file, flushed; a piece that is there is not run again. `--table` prints what is there: means over images and
-seeds, with 95 % bootstrap intervals over images, also of the paired difference to `strong` at the same budget.
+seeds, with 95 % bootstrap intervals over images, also of the paired difference to `strong` at the same budget, and the
+ratio of the times of both, taken in turn.
 """
 
 from __future__ import annotations
@@ -181,26 +182,39 @@ def table(rows: list[Row]) -> Iterator[str]:
     groups: dict[tuple[str, int, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["defence"], row["budget"], row["attack"]), []).append(row)
-    yield "| defence | budget | attack | images × seeds | accuracy left | minus strong | network gradients | seconds |"
+    yield "| defence | budget | attack | images × seeds | accuracy left | minus strong | gradients | time / strong |"
     yield "|---|---|---|---|---|---|---|---|"
     for (defence, budget, attack), group in sorted(groups.items()):
-        own, best = by_image(group), by_image(groups.get((defence, budget, "strong"), []))
-        both = sorted({(i, s) for i in own for s in own[i]} & {(i, s) for i in best for s in best[i]})
-        apart: dict[int, list[float]] = {}
-        for image, seed in both:
-            apart.setdefault(image, []).append(own[image][seed] - best[image][seed])
-        difference = interval(np.array([np.mean(v) for v in apart.values()])) if apart and attack != "strong" else ""
-        size = sum(len(row["right"]) for row in group)
-        gradients, seconds = (
-            sum(value(row) * len(row["right"]) for row in group) / size
-            for value in (
-                lambda row: row["calls"]["network_gradient"] or row["calls"]["classifier_gradient"],
-                lambda row: row["seconds"],
-            )
-        )
+        own, strong = by_image(group), groups.get((defence, budget, "strong"), [])
         left = interval(np.array([np.mean(list(v.values())) for v in own.values()])).replace("+", "")
+        against = (
+            ("", "") if attack == "strong" or not strong else (difference(own, by_image(strong)), ratio(group, strong))
+        )
+        size = sum(len(row["right"]) for row in group)
+        gradients = sum(_gradients(row["calls"]) * len(row["right"]) for row in group) / size
         count = f"{len(own)} × {len({row['seed'] for row in group})}"
-        yield f"| {defence} | {budget} | {attack} | {count} | {left} | {difference} | {gradients:.0f} | {seconds:.1f} |"
+        yield f"| {defence} | {budget} | {attack} | {count} | {left} | {against[0]} | {gradients:.0f} | {against[1]} |"
+
+
+def _gradients(calls: dict[str, float]) -> float:
+    """Gradients of the network per image, or of the classifier where there is no network."""
+    return calls["network_gradient"] or calls["classifier_gradient"]
+
+
+def difference(own: dict[int, dict[int, float]], strong: dict[int, dict[int, float]]) -> str:
+    """The accuracy left minus that of `strong`, paired by image and seed."""
+    apart: dict[int, list[float]] = {}
+    for image, seed in [(i, s) for i in own for s in own[i] if s in strong.get(i, {})]:
+        apart.setdefault(image, []).append(own[image][seed] - strong[image][seed])
+    return interval(np.array([np.mean(v) for v in apart.values()])) if apart else ""
+
+
+def ratio(group: list[Row], strong: list[Row]) -> str:
+    """The time that the attack took, in that of `strong` on the same images with the same seeds."""
+    place = ("seed", "start", "stop")
+    base = {tuple(row[key] for key in place): row["seconds"] for row in strong}
+    both = [(row["seconds"], base[key]) for row in group if (key := tuple(row[k] for k in place)) in base]
+    return f"{sum(a for a, _ in both) / sum(b for _, b in both):.2f}" if both else ""
 
 
 def by_image(group: list[Row]) -> dict[int, dict[int, float]]:

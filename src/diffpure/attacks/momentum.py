@@ -33,7 +33,7 @@ class MomentumPGD(RestartedAttack):
 
     momentum: the momentum: μ of `momentum`, a of APGD.   first_step: η_0 as a share of ε.
     confirm: samples with which the last iterate is evaluated.   antithetic: every second step mirrors the noise of the
-    one before, so that what is odd in it cancels in the momentum; only a diffusion purifier can, others draw as ever.
+    one before, so that what is odd in it cancels in the momentum, where the purifier says that it `mirrors`.
     """
 
     iterations: int = 40

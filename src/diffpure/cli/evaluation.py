@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Spec = Annotated[str, typer.Argument(help="A TOML file, or the name of a spec inside the package.")]
 Images = Annotated[int, typer.Option(min=1, help="How many of the spec's images to use.")]
 Runs = Annotated[Path, typer.Option("--out", "-o", help="Parent of the run's folder, which is called NAME-HASH.")]
-Memory = Annotated[float | None, typer.Option(min=0.1, help="GiB that a batch may take; by default what is free.")]
+Memory = Annotated[float | None, typer.Option(min=0.1, help="GiB that a call may take; else half of what is free.")]
 Pngs = Annotated[Path | None, typer.Option("--png", help="Also write the adversarial images here, as PNG files.")]
 Sets = Annotated[
     list[str] | None,
