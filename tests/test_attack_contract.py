@@ -66,6 +66,7 @@ ATTACKS: dict[str, tuple[Attack, ThreatModel]] = {
     "pgd-fixed": (PGD(iterations=3, eot=replace(QUICK, fixed=True)), Linf(0.05)),
     "pgd-flow": (PGD(iterations=3, eot=QUICK), Flow(0.2)),
     "momentum": (MomentumPGD(iterations=4, confirm=3, restarts=2), Linf(0.05)),
+    "momentum-targeted": (MomentumPGD(iterations=3, confirm=3, loss="difference", targets=3), Linf(0.05)),
     "momentum-l2": (MomentumPGD(iterations=4, confirm=9, loss="margin", eot=replace(QUICK, samples=2)), L2(0.3)),
     "momentum-flow": (MomentumPGD(iterations=3, eot=QUICK), Flow(0.2)),
     "apgd-ce": (APGD(iterations=5, eot=QUICK), Linf(0.05)),

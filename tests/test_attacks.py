@@ -29,6 +29,7 @@ from diffpure.attacks import (
     Suite,
     Transfer,
     margin,
+    strong,
 )
 from diffpure.attacks.apgd import checkpoints
 from diffpure.attacks.losses import DIFFERENCE
@@ -156,6 +157,35 @@ def test_momentum_averages_the_noise_of_gradients():
         state = attack.run(Drowned(), x, y, threat, seeds=range(16)).state
         gains[momentum] = (state["z"].flatten(1) @ w).mean().item() / (threat.eps * w.abs().sum().item())
     assert gains[0.9] > gains[0.0] + 0.1
+
+
+def test_the_strong_attack_tries_several_classes_of_a_model_that_is_not_random():
+    """The nearest class need not be the one that the budget reaches: here it is flat, and climbing towards it leads
+    away from the other one, whose optimum is its logit plus eps times the ℓ1 norm of its weights."""
+
+    class Flat(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            change = (x - 0.5).flatten(1).sum(1)
+            return torch.stack([torch.zeros_like(change), -0.1 - 0.01 * change, change - 1], 1)
+
+    x, y, threat = torch.full((4, 1, 8, 8), 0.5).double(), torch.zeros(4, dtype=torch.int64), Linf(0.05)
+    nearest = replace(strong(80), per_target=None).unsampled().run(Flat(), x, y, threat, seeds=range(4))
+    assert not nearest.misclassified.any()
+    found = strong(80).unsampled().run(Flat(), x, y, threat, seeds=range(4))
+    assert found.state["rank"].tolist() == pytest.approx([64 * 0.05 - 1] * 4)
+
+
+@pytest.mark.parametrize("classes", [2, 3, 10])
+def test_the_strong_attack_spends_its_gradients_whatever_the_number_of_classes(classes: int):
+    for gradients in (20, 40, 80):
+        alone = strong(gradients).unsampled()
+        assert sum(each.gradients for each in alone.account(classes)) == gradients
+    assert strong(20).unsampled().loss == "margin"
+    assert (alone.loss, alone.targets, alone.iterations) == ("difference", 4, 20)
+    run = alone.run(Linear(classes, 64), *problem(), Linf(0.05), seeds=range(6))
+    assert (run.state["gradients"] == 80).all()
+    with pytest.raises(InputError, match="per_target of at least 1"):
+        MomentumPGD(per_target=0)
 
 
 def test_checkpoints_are_those_of_the_paper():

@@ -6,6 +6,7 @@ With logits z, label y and their order z_π1 ≥ z_π2 ≥ …:
     ce              log mean_draws CE, CE = softplus(log Σ_{k≠y} e^{z_k} - z_y)
     dlr             (max_{k≠y} z_k - z_y) / (z_π1 - z_π3)                      Croce & Hein 2020
     dlr-targeted    (z_t - z_y) / (z_π1 - (z_π3 + z_π4)/2)
+    difference      z_t - z_y                                                 towards one class t, without a scale
     reconstruction  mean (purified - input)²                                  the paper's attack on the diffusion alone
     deviated        ce + weight · Σ_t w_t mean (x_t - x'_t)²                   DiffAttack, along the path
 
@@ -177,6 +178,7 @@ LOSSES: Final[dict[str, Objective]] = {
     "dlr": LogitLoss("dlr", _dlr, classes=3),
     "dlr-targeted": LogitLoss("dlr-targeted", _dlr_targeted, classes=4, targeted=True),
     "margin": MARGIN,
+    "difference": DIFFERENCE,
     "reconstruction": Reconstruction(),
     "deviated": Deviated(),
 }

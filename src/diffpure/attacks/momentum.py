@@ -5,6 +5,9 @@
 from a random start, with one EOT sample per step, and the last iterate is returned. Momentum averages the defence's
 noise over steps for free, where averaging many samples at every step spends gradients at one point. The last iterate is
 evaluated once more, with `confirm` fresh samples.
+
+Where a model is not random there is nothing to average: a few steps reach what one direction holds, and the rest of
+them find more towards other classes (`per_target`).
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ class MomentumPGD(RestartedAttack):
     momentum: the momentum: μ of `momentum`, a of APGD.   first_step: η_0 as a share of ε.
     confirm: samples with which the last iterate is evaluated.   antithetic: every second step mirrors the noise of the
     one before, so that what is odd in it cancels in the momentum, where the purifier says that it `mirrors`.
+    per_target: on a model that is not random, about so many steps towards each of the classes with the highest logits,
+    as many classes as the iterations allow; without it, and with fewer steps than for two, the loss is followed.
     """
 
     iterations: int = 40
@@ -41,9 +46,12 @@ class MomentumPGD(RestartedAttack):
     first_step: float = 0.5
     confirm: int = 8
     antithetic: bool = False
+    per_target: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.per_target is not None and self.per_target < 1:
+            raise InputError(f"MomentumPGD needs a per_target of at least 1, got {self.per_target}.")
         if not 0 <= self.momentum < 1 or not self.first_step > 0 or self.confirm < 1:
             raise InputError(
                 "MomentumPGD needs a momentum in [0, 1), a first_step above 0 and at least one sample to confirm, got "
@@ -57,7 +65,8 @@ class MomentumPGD(RestartedAttack):
     @property
     def title(self) -> str:
         pairs = "antithetic steps" if self.antithetic else ""
-        return self.titled(f"momentum PGD-{self.iterations} on {self.loss_name}", pairs)
+        aim = f"towards {self.targets} classes" if self.objective.targeted else f"on {self.loss_name}"
+        return self.titled(f"momentum PGD-{self.iterations} {aim}", pairs)
 
     @property
     def ranking(self) -> EOT:
@@ -71,7 +80,15 @@ class MomentumPGD(RestartedAttack):
         return round(self.eot.samples / (1 - self.momentum))
 
     def alone(self) -> Self:
-        return replace(super().alone(), confirm=1)
+        alone = replace(super().alone(), confirm=1, antithetic=False, per_target=None)
+        targets = min(self.targets, self.iterations // (self.per_target or self.iterations))
+        if targets < 2:
+            return alone
+        return replace(alone, loss="difference", targets=targets, iterations=self.iterations // targets)
+
+    def runs(self, classes: int) -> int:
+        """One run per restart and target; more targets than classes are further starts."""
+        return self.restarts * (self.targets if self.objective.targeted else 1)
 
     def steps_account(self, classes: int) -> tuple[Spending, ...]:
         runs, most = self.runs(classes), self.ranking.samples

@@ -102,7 +102,7 @@ class RestartedAttack(SampledAttack):
         if not self.objective.targeted:
             return problem.y
         ranked = others(state["clean"][:, None], problem.y)[:, 0].argsort(1, descending=True)
-        return ranked[:, i // (self.length * self.restarts)]
+        return ranked[:, i // (self.length * self.restarts) % (ranked.shape[1] - 1)]
 
     def final_eot(self, problem: Problem) -> EOT:
         """The samples with which the last iterate of a run is evaluated."""
