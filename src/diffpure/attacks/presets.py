@@ -46,7 +46,7 @@ DIFFUSION_ONLY: Final = Transfer(
 )
 
 # Every image keeps the stronger perturbation of two losses, so that a defence which hides one of them is attacked all
-# the same. At equal cost it leaves more images of purified models than `strong` does.
+# the same. At equal cost it leaves more images of purified plain classifiers than `strong` does.
 TWO_LOSSES: Final = Suite(label="two-losses", attacks=(MomentumPGD(loss="ce"), MomentumPGD(loss="margin")))
 
 
