@@ -1,6 +1,7 @@
 """What purification of a photograph costs: seconds and peak memory per image, as ratios to the classifier alone.
 
-    python benchmarks/photograph_cost.py [--sizes 224 512 2048] [--repeats 5] [--threads 1] [--out cost.json]
+    python benchmarks/photograph_cost.py [--sizes 224 512 2048] [--models OneShot …] [--repeats 5] [--threads 1]
+                                         [--out cost.json]
 
 The classifier is EfficientNet-Lite0 on the image reduced to 224 × 224; a defence purifies the image at its own size by
 photos-small (in exact tiles where it is large) and then classifies it. Seconds: classifier and defences in turn,
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -63,14 +63,15 @@ def seconds(models: dict[str, nn.Module], size: int, repeats: int) -> dict[str, 
 
 @torch.no_grad()
 def peak(name: str, size: int) -> int:
-    """The MiB that this process took at most, one call of a model included."""
+    """The MiB that this process took at most, one call of a model included; on Linux."""  # getrusage has the parent's
     model(name)(photograph(size))
-    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) >> 10  # KiB on Linux
+    (most,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
+    return int(most.split()[1]) >> 10  # KiB
 
 
-def measure(size: int, repeats: int, threads: int) -> dict[str, Any]:
+def measure(names: list[str], size: int, repeats: int, threads: int) -> dict[str, Any]:
     """Seconds, ratios and memory of every model at one size."""
-    taken, found = seconds({name: model(name) for name in (BARE, *SAMPLERS)}, size, repeats), dict[str, Any]()
+    taken, found = seconds({name: model(name) for name in (BARE, *names)}, size, repeats), dict[str, Any]()
     for name, each in taken.items():
         command = [sys.executable, __file__, "--peak", name, "--sizes", str(size), "--threads", str(threads)]
         memory = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -82,6 +83,7 @@ def measure(size: int, repeats: int, threads: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[224, 512, 2048])
+    parser.add_argument("--models", nargs="+", choices=SAMPLERS, default=list(SAMPLERS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
@@ -94,7 +96,7 @@ def main() -> None:
     report = {}
     print(f"{'size':>6}  {'model':<18}{'seconds':>10}{'ratio':>9}{'MiB':>8}")
     for size in options.sizes:
-        report[size] = measure(size, options.repeats, options.threads)
+        report[size] = measure(options.models, size, options.repeats, options.threads)
         for name, each in report[size].items():
             print(f"{size:>6}  {name:<18}{each['seconds']:>10.3f}{each['ratio']:>9.1f}{each['MiB']:>8}", flush=True)
         if options.out:

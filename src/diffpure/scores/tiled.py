@@ -22,7 +22,7 @@ from torch import Tensor
 from diffpure.diffusion.score import ConvolutionalScore, ScoreWrapper
 from diffpure.errors import InputError
 
-SIDE: Final = 1024  # pixels; photos-small takes about 450 MiB for a window of this side
+SIDE: Final = 1024  # pixels; photos-small takes about half a GiB for a window of this side
 Window = tuple[slice, slice]  # along an axis: what the network sees, and the tile itself
 
 
