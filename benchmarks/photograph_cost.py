@@ -63,8 +63,8 @@ def seconds(models: dict[str, nn.Module], size: int, repeats: int) -> dict[str, 
 
 @torch.no_grad()
 def peak(name: str, size: int) -> int:
-    """The MiB that this process took at most, one call of a model included; on Linux."""  # getrusage has the parent's
-    model(name)(photograph(size))
+    """The MiB that this process took at most, one call of a model included; on Linux."""
+    model(name)(photograph(size))  # getrusage would count the parent's memory before exec, too
     (most,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
     return int(most.split()[1]) >> 10  # KiB
 
