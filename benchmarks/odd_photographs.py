@@ -1,11 +1,12 @@
 """A folder of odd photographs, to see what `diffpure purify` does with them, made of scikit-image's public samples.
 
     python benchmarks/odd_photographs.py OUT          # then: diffpure purify OUT -o CLEAN --sampler one-shot --seed 1
+    python benchmarks/odd_photographs.py OUT --clean CLEAN --picture FILE             # before and after of all of them
 
 The cat is Chelsea (CC0, by Stéfan van der Walt), the astronaut is Eileen Collins (public domain, by NASA). With
-`--picture FILE` before and after of the cup of coffee (CC0, by Rachel Michetti) are drawn instead: the photograph,
-attacked (PGD-20 on EfficientNet-Lite0, ℓ∞ 4/255, seed 0), and purified by photos-small (OneShot, t* = 0.05, seed 0),
-each with its class.
+`--picture FILE` alone, before and after of the cup of coffee (CC0, by Rachel Michetti) are drawn instead: the
+photograph, attacked (PGD-20 on EfficientNet-Lite0, ℓ∞ 4/255, seed 0), and purified by photos-small (OneShot,
+t* = 0.05, seed 0), each with its class.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 from skimage import data
 
 CLASSES = {633: "loupe", 967: "espresso"}  # of ImageNet, for the picture
@@ -42,6 +43,43 @@ def odd(folder: Path) -> None:
     cat.resize((225, 150)).quantize(64).save(folder / "palette.png")
     cat.resize((225, 150)).save(folder / "rotated-by-exif.jpg", exif=rotated, quality=95)
     (folder / "cut-short.jpg").write_bytes((folder / "grey.jpg").read_bytes()[:900])
+
+
+def sheet(before: Path, after: Path, file: Path) -> None:
+    """Every odd photograph above what purification made of it; one that was refused has nothing below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    sources = sorted(path for path in before.iterdir() if path.suffix in (".png", ".jpg"))
+    columns = (len(sources) + 1) // 2
+    figure, axes = pyplot.subplots(4, columns, figsize=(1.7 * columns, 7), layout="constrained")
+    for axis in axes.flat:
+        axis.axis("off")
+    for place, source in enumerate(sources):
+        row, column = divmod(place, columns)
+        upper, lower = axes[2 * row, column], axes[2 * row + 1, column]
+        found = sorted(after.glob(f"{source.stem}.*"))
+        upper.set_title(source.stem, fontsize=8)
+        try:
+            image = ImageOps.exif_transpose(Image.open(source))
+            upper.imshow(_shown(image), cmap="gray", aspect="auto" if min(image.size) < 4 else None)
+        except OSError:
+            upper.text(0.5, 0.5, "damaged", ha="center", fontsize=8)
+        if found:
+            image = Image.open(found[0])
+            lower.imshow(_shown(image), cmap="gray", aspect="auto" if min(image.size) < 4 else None)
+            lower.set_title(f"{image.width} × {image.height}, {image.mode}", fontsize=7)
+        else:
+            lower.text(0.5, 0.5, "refused", ha="center", fontsize=8)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=88)
+
+
+def _shown(image: Image.Image) -> np.ndarray:
+    """The pixels of an image as a picture shows them."""
+    return np.asarray(image) if image.mode in ("L", "RGB", "RGBA", "I;16") else np.asarray(image.convert("RGB"))
 
 
 def picture(file: Path) -> None:
@@ -77,9 +115,12 @@ def picture(file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, nargs="?", help="folder for the odd photographs")
+    parser.add_argument("--clean", type=Path, help="folder of what purification made of them")
     parser.add_argument("--picture", type=Path, help="draw before and after to this file instead")
     options = parser.parse_args()
-    if options.picture is not None:
+    if options.picture is not None and options.out is not None and options.clean is not None:
+        sheet(options.out, options.clean, options.picture)
+    elif options.picture is not None:
         picture(options.picture)
     elif options.out is not None:
         odd(options.out)

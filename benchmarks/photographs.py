@@ -1,7 +1,7 @@
 """What purification keeps of photographs and brings back after an attack: top-1 accuracy of a classifier on ImageNet.
 
-    python benchmarks/photographs.py FOLDER [--images 500] [--samplers one-shot ddim few-step] [--minutes 40]
-        [--threads 2] [--out runs/photographs]
+    python benchmarks/photographs.py FOLDER [--images 500] [--samplers one-shot ddim few-step] [--draws 1]
+        [--minutes 40] [--threads 2] [--out runs/photographs]
 
 FOLDER holds validation images of ImageNet in any layout that the source `imagenet` reads. A random choice of them, the
 same every time, is cropped to 224 × 224 and attacked once, PGD-20 on the undefended classifier, ℓ∞ 4/255; the same
@@ -21,6 +21,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,14 @@ SAMPLERS = {
 }
 
 
-def defences(score: dp.ScoreModel, classifier: Model, names: list[str], t_stars: list[float]) -> dict[str, Model]:
-    """The undefended classifier and a defence for each sampler and t*, cheapest first."""
-    samplers = [SAMPLERS[name](t) for name in names for t in t_stars]
-    purifiers = [dp.Purifier(score, sampler) for sampler in samplers]
-    return {BARE: classifier, **{purifier.title: dp.Defense(purifier, classifier) for purifier in purifiers}}
+def defences(score: dp.ScoreModel, classifier: Model, options: argparse.Namespace) -> dict[str, Model]:
+    """The undefended classifier and a defence for each number of draws, sampler and t*, cheapest first."""
+    found: dict[str, Model] = {BARE: classifier}
+    for draws, name, t_star in product(sorted(options.draws), options.samplers, options.t_stars):
+        purifier = dp.Purifier(score, SAMPLERS[name](t_star))
+        vote = f", average of {draws} draws" if draws > 1 else ""
+        found[purifier.title + vote] = dp.Defense(purifier, classifier, draws=draws)
+    return found
 
 
 @torch.no_grad()
@@ -98,7 +102,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
     began = time.monotonic()
     classifier = dp.load_classifier(options.classifier)
     score = dp.load_score(options.score, like=options.like)
-    models = defences(score, classifier, options.samplers, options.t_stars)
+    models = defences(score, classifier, options)
     data = imagenet.read(options.data)
     chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))[: options.images].tolist()
     threat, attack = dp.Linf(4 / 255), dp.PGD(iterations=options.iterations)
@@ -155,6 +159,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=20, help="of the attack")
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=list(SAMPLERS))
     parser.add_argument("--t-stars", type=float, nargs="+", default=[0.02, 0.05, 0.1, 0.15])
+    parser.add_argument("--draws", type=int, nargs="+", default=[1], help="of the noise, whose average logits decide")
     parser.add_argument("--score", default="photos-small")
     parser.add_argument("--like", help="the embedded model that a file is read as")
     parser.add_argument("--classifier", default="efficientnet_lite_pytorch:efficientnet-lite0")

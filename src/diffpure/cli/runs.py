@@ -1,4 +1,4 @@
-"""`diffpure runs`: list, show and delete the runs of evaluations. Nothing here waits for torch."""
+"""`diffpure runs`: list, show, publish and delete the runs of evaluations. Only `publish` waits for torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diffpure.errors import InputError
 if TYPE_CHECKING:
     from diffpure.results.catalogue import RunInfo
 
-runs_app = typer.Typer(help="List, show and delete runs of evaluations.", no_args_is_help=True)
+runs_app = typer.Typer(help="List, show, publish and delete runs of evaluations.", no_args_is_help=True)
 app.add_typer(runs_app, name="runs")
 
 Run = Annotated[Path, typer.Argument(help="The folder of a run.")]
@@ -69,6 +69,21 @@ def show(run: Run, as_json: AsJson = False) -> None:
     header = found.result.header
     say(f"{found.name} ({found.state}, {header.get('date') or 'no date'})\n")
     say(found.result)
+
+
+@runs_app.command(
+    epilog='Example: diffpure runs publish runs/mine --out published --why "The images may not be passed on"'
+)
+def publish(
+    run: Run,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Parent of the published folder, which keeps its name.")],
+    why: Annotated[str, typer.Option(help="Why its images are withheld, in one line; `verify` prints it.")],
+) -> None:
+    """Copy a finished run without its images, with the hashes of its perturbations, for others to verify."""
+    from diffpure.verification.publish import publish
+
+    made = publish(run, out, why)
+    say(f"Published without its images: {made}   Check: diffpure verify {made}")
 
 
 @runs_app.command(epilog="Example: diffpure runs rm runs/mine --yes")

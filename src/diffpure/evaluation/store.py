@@ -3,6 +3,7 @@
     rows.jsonl       the header, then one line per row; appended, flushed, fsynced
     adversarial/     a safetensors file per batch and attack: z, images, labels and the images' dataset indices
     summary.json     the rates, once the run is complete
+    withheld.json    only where a run was published without adversarial/: why, and the hashes of the perturbations
 
 A run of certificates has no adversarial images, and is otherwise kept alike.
 

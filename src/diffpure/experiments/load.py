@@ -35,6 +35,7 @@ from diffpure.results.read import read_rows
 from diffpure.results.result import Result
 from diffpure.scores.load import load_score
 from diffpure.verification.verify import Verification, verify
+from diffpure.verification.withheld import read_withheld
 
 
 @final
@@ -181,6 +182,8 @@ def gallery_of(folder: str | Path, count: int = 8, loader: Loader = PLAIN) -> Ga
     result = Result.load(folder)
     if kept := kept_gallery(Path(folder), result, count):
         return kept
+    if withheld := read_withheld(Path(folder)):
+        raise InputError(f"The run was {withheld.remark}.")
     if result.header.get("spec") is None:
         raise InputError("The run was made without a spec, so its model cannot be loaded.")
     spec = EvaluationSpec.of(result.header["spec"])

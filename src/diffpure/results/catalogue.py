@@ -15,10 +15,10 @@ from diffpure.errors import InputError
 from diffpure.results.certificates import Certification
 from diffpure.results.read import holds_certificates
 from diffpure.results.result import NOT_MEASURED, Result
-from diffpure.results.rows import ROWS, SUMMARY
+from diffpure.results.rows import ROWS, SUMMARY, WITHHELD
 
 # Everything that a run's folder may hold; what ends in .part is the leftover of a kill.
-FILES: Final = (ROWS, SUMMARY, "adversarial", "state.safetensors", "pictures.safetensors")
+FILES: Final = (ROWS, SUMMARY, WITHHELD, "adversarial", "state.safetensors", "pictures.safetensors")
 
 
 class RunInfo(ABC):

@@ -29,6 +29,7 @@ WORST: Final = "worst case"  # per image, over clean and all attacks
 MINIMUM: Final = "minimum"  # of the attacks' accuracies, as in the paper
 ROWS: Final = "rows.jsonl"  # in the folder of a run
 SUMMARY: Final = "summary.json"
+WITHHELD: Final = "withheld.json"  # in place of adversarial images that may not be passed on
 FORMAT: Final = 2  # of the header and the rows
 Z95: Final = 1.959963984540054  # two-sided 95 %
 

@@ -24,15 +24,8 @@ from diffpure.evaluation.units import Unit
 from diffpure.results.read import read_rows
 from diffpure.results.rows import CLEAN
 from diffpure.threats import ThreatModel, threat_of
-from diffpure.verification.verify import (
-    CLAIMED,
-    Rows,
-    Verification,
-    holds_images,
-    row_problems,
-    summary_problems,
-    where,
-)
+from diffpure.verification.verify import CLAIMED, COMPUTE, Rows, Verification, row_problems, summary_problems, where
+from diffpure.verification.withheld import check_withheld, holds_images
 
 PROVEN_FILES: Final = (
     "every image has one row per attack and seed, with a checksum that fits, and one label",
@@ -57,8 +50,10 @@ def verify_files(folder: str | Path) -> Verification:
     threat = _threat(header)
     by_key, labels, count = {row.key: row for row in rows}, {row.image: row.label for row in reversed(rows)}, 0
     problems += row_problems(header, rows, labels, "the first row of that image says")
-    whole = holds_images(folder) or not header["attacks"]
-    for unit in _attacked_units(header, by_key) if whole else ():
+    whole, units = holds_images(folder) or not header["attacks"], list(attacked_units(header, by_key))
+    withheld, wrong = check_withheld(folder, {unit.file for unit in units})
+    problems += wrong
+    for unit in units if whole else ():
         try:
             found, images = _unit_problems(folder, header, unit, threat, by_key)
         except InputError as error:
@@ -68,7 +63,8 @@ def verify_files(folder: str | Path) -> Verification:
     problems += summary_problems(folder, header, by_key)
     proven = PROVEN_FILES if whole else (PROVEN_FILES[0], PROVEN_FILES[-1])
     claimed = CLAIMED_FILES if whole else (CLAIMED_IMAGES, *CLAIMED_FILES)
-    return Verification(len(rows), count, tuple(dict.fromkeys(problems)), proven, claimed)
+    remarks = () if withheld is None else (f"{withheld.remark}; {COMPUTE}",)
+    return Verification(len(rows), count, tuple(dict.fromkeys(problems)), proven, claimed, remarks)
 
 
 def _threat(header: Mapping[str, Any]) -> ThreatModel:
@@ -79,7 +75,7 @@ def _threat(header: Mapping[str, Any]) -> ThreatModel:
     return threat_of(f"{match[1]} {match[2]}")
 
 
-def _attacked_units(header: Mapping[str, Any], rows: Rows) -> Iterator[Unit]:
+def attacked_units(header: Mapping[str, Any], rows: Rows) -> Iterator[Unit]:
     """The attacked units that have rows: so many as there are rows at most, whatever a header promises."""
     indices, batch = header["indices"], header["batch"]
     places = {index: i // batch * batch for i, index in enumerate(indices)}

@@ -9,8 +9,9 @@ with again  units computed anew give the same rows and the same adversarial imag
             header, too
 claimed     that the attack was run as the header says (without again), times, dates, versions, machine
 
-A run whose images may not be passed on is published without its folder of adversarial images. Then nothing is proven of
-its attacks but by units that are computed anew, and without any such unit the check fails.
+Of a run without its folder of adversarial images nothing is proven of its attacks but by units that are computed anew,
+and without any such unit the check fails. A run that was published so (`publish`) gives the reason and hashes of its
+perturbations: it passes with a remark, and units that are computed anew must find perturbations with these hashes.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ from diffpure.evaluation.setup import IDENTITY, Evaluation
 from diffpure.evaluation.store import IMAGES, read_tensors
 from diffpure.evaluation.units import Batch, Unit, attack_seeds, classify, compute, device_of, evaluation_seeds, threads
 from diffpure.evaluation.warn import of_rows
+from diffpure.models.checkpoints import digest
 from diffpure.results.read import read_rows
 from diffpure.results.result import Result
 from diffpure.results.rows import CLEAN, SUMMARY, Row, ordered
+from diffpure.verification.withheld import Withheld, check_withheld, holds_images
 
 Rows = Mapping[tuple[int, int, str], Row]
 PROVEN: Final = (
@@ -45,7 +48,9 @@ PROVEN: Final = (
     "the model, asked again with the recorded seeds, gives every prediction",
     "rates, counts and the warnings that follow from rows are those of the rows",
 )
-AGAIN: Final = "{n} of {total} units, chosen at random and computed again, gave the same rows and adversarial images"
+AGAIN: Final = "{n} of {total} units, chosen at random and computed again, gave the same rows"
+AGAIN_IMAGES: Final = f"{AGAIN} and adversarial images"
+AGAIN_HASHES: Final = f"{AGAIN} and perturbations with the published hashes"
 PROVEN_CLEAN: Final = (
     *PROVEN[:2],
     "the model, asked again with the recorded seeds, gives every prediction of the unperturbed images",
@@ -55,8 +60,10 @@ LEFT_OUT: Final = (
     "The run holds no adversarial images, so that nothing is proven of its attacks: `--again N` computes N of its "
     "{total} attacked units anew, and `--rows-only` checks the rows alone."
 )
+COMPUTE: Final = "--again N computes units anew from your own copy of the data"
 CLAIMED: Final = ("seconds, dates, versions and the machine",)
 CLAIMED_ATTACK: Final = "that the attacks ran as the header says (`--again N` computes N units again)"
+CLAIMED_ATTACKED: Final = "the adversarial images, their budget and predictions: the run does not hold the images"
 
 
 @final
@@ -107,9 +114,11 @@ def verify(
     by_key, count, units = {row.key: row for row in rows}, 0, evaluation.units
     attacked = [unit for unit in units if unit.attack != CLEAN]
     whole = holds_images(folder) or not attacked
+    withheld, wrong = check_withheld(folder, {unit.file for unit in attacked})
+    problems += wrong
     if not whole:
         units = [unit for unit in units if unit.attack == CLEAN]
-        problems += [] if again else [LEFT_OUT.format(total=len(attacked))]
+        problems += [] if again or withheld or wrong else [LEFT_OUT.format(total=len(attacked))]
     repeated = random.SystemRandom().sample(attacked, min(again, len(attacked)))
     for done, unit in enumerate([*units, *repeated]):
         with threads(header["threads"]):
@@ -117,21 +126,18 @@ def verify(
                 found, images = _unit_problems(folder, evaluation, unit, by_key)
                 count += images
             else:
-                found = list(_again_problems(folder, evaluation, unit, by_key))
+                found = list(_again_problems(folder, evaluation, unit, by_key, withheld))
         problems += found
         if progress is not None:
             progress(done + 1, len(units) + len(repeated))
     problems += summary_problems(folder, header, by_key)
-    told = AGAIN if whole else AGAIN.removesuffix(" and adversarial images")
+    told = AGAIN_IMAGES if whole else AGAIN if withheld is None else AGAIN_HASHES
     extra = (told.format(n=len(repeated), total=len(attacked)),) if repeated else ()
-    claimed = CLAIMED if len(repeated) == len(attacked) else (CLAIMED_ATTACK, *CLAIMED)
-    said, proven = tuple(remarks(header, here)), (*(PROVEN if whole else PROVEN_CLEAN), *extra)
-    return Verification(len(rows), count, tuple(dict.fromkeys(problems)), proven, claimed, said)
-
-
-def holds_images(folder: Path) -> bool:
-    """Whether a run came with its adversarial images."""
-    return (folder / IMAGES).is_dir()
+    claimed = (*(() if whole else (CLAIMED_ATTACKED,)), CLAIMED_ATTACK) if len(repeated) < len(attacked) else ()
+    said, proven = list(remarks(header, here)), (*(PROVEN if whole else PROVEN_CLEAN), *extra)
+    if withheld is not None:
+        said.insert(0, withheld.remark if repeated else f"{withheld.remark}; {COMPUTE}")
+    return Verification(len(rows), count, tuple(dict.fromkeys(problems)), proven, (*claimed, *CLAIMED), tuple(said))
 
 
 def remarks(header: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
@@ -207,19 +213,26 @@ def _unit_problems(folder: Path, evaluation: Evaluation, unit: Unit, rows: Rows)
     return problems, len(sizes)
 
 
-def _again_problems(folder: Path, evaluation: Evaluation, unit: Unit, rows: Rows) -> Iterator[str]:
+def _again_problems(
+    folder: Path, evaluation: Evaluation, unit: Unit, rows: Rows, withheld: Withheld | None
+) -> Iterator[str]:
     """What differs where a unit is computed anew."""
     done = compute(evaluation.job, unit, evaluation.batch(unit).to(device_of(evaluation.job.model)))
     for row in done.rows:
         said = rows.get(row.key)
         if said is None or replace(said, seconds=0.0) != replace(row, seconds=0.0):
             yield f"Computed again, the row of {where(row.key)} is another one."
+    told, z = f"Computed again, {unit.attack} on images {unit.start} to {unit.stop - 1} finds", done.tensors["z"]
+    if withheld is not None:
+        if withheld.perturbations.get(unit.file, digest(z)) != digest(z):  # one that is missing was said already
+            yield f"{told} perturbations of another hash than the published one."
+        return
     try:
         kept = read_tensors(folder / IMAGES / unit.file)
     except InputError:
         return  # said already
-    if not torch.equal(kept.get("z", torch.empty(0)), done.tensors["z"]):
-        yield f"Computed again, {unit.attack} on images {unit.start} to {unit.stop - 1} finds other perturbations."
+    if not torch.equal(kept.get("z", torch.empty(0)), z):
+        yield f"{told} other perturbations."
 
 
 def _adversarial(path: Path, evaluation: Evaluation, unit: Unit, batch: Batch) -> tuple[Tensor, Tensor, list[str]]:
