@@ -25,6 +25,7 @@ LAYERS = (
     "vote",
     "purify",
     "purifiers",
+    "recalibrate",
     "exporting",
     "theory",
     "smoothing",

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from diffpure.purifiers.diffusion import Purifier as Purifier
     from diffpure.purify import Defense as Defense
     from diffpure.purify import PurifierBase as PurifierBase
+    from diffpure.recalibrate import recalibrate as recalibrate
     from diffpure.report.page import write_report as write_report
     from diffpure.results.certificates import Certification as Certification
     from diffpure.results.compare import Comparison as Comparison
@@ -141,6 +142,7 @@ _HOMES = {
         "Defense",
         "PurifierBase",
     ),
+    "diffpure.recalibrate": ("recalibrate",),
     "diffpure.diffusion.langevin": ("Langevin",),
     "diffpure.diffusion.samplers": (
         "Ancestral",

@@ -279,8 +279,15 @@ class Defense(nn.Module):
 
     def with_purifier(self, purifier: Any) -> Defense:
         """The same classifier and vote (sharing the weights) behind another purifier."""
+        return self._with(purifier, self.classifier)
+
+    def with_classifier(self, classifier: Callable[[Tensor], Tensor]) -> Defense:
+        """Another classifier behind the same purifier (sharing its weights), with the same vote."""
+        return self._with(self.purifier, classifier)
+
+    def _with(self, purifier: Any, classifier: Callable[[Tensor], Tensor]) -> Defense:
         vote = self.vote or Vote()
-        return Defense(purifier, self.classifier, name=self.name, draws=vote.draws, rule=vote.rule)
+        return Defense(purifier, classifier, name=self.name, draws=vote.draws, rule=vote.rule)
 
     def stages(self, images: Tensor, seeds: Seeds = None) -> dict[str, Tensor]:
         """Pictures of the way of the first draw, as its purifier shows them: each (B, C, H, W), near [0, 1]."""
