@@ -1,7 +1,7 @@
 """What purification keeps of photographs and brings back after an attack: top-1 accuracy of a classifier on ImageNet.
 
     python benchmarks/photographs.py FOLDER [--images 500] [--samplers one-shot ddim few-step] [--draws 1]
-        [--minutes 40] [--threads 2] [--out runs/photographs]
+        [--recalibrate FOLDER] [--minutes 40] [--threads 2] [--out runs/photographs]
 
 FOLDER holds validation images of ImageNet in any layout that the source `imagenet` reads. A random choice of them, the
 same every time, is cropped to 224 × 224 and attacked once, PGD-20 on the undefended classifier, ℓ∞ 4/255; the same
@@ -17,6 +17,7 @@ is on the disk, and the same command goes on after a stop. `perturbations-*.safe
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import time
 from collections import Counter
@@ -51,17 +52,34 @@ def defences(score: dp.ScoreModel, classifier: Model, options: argparse.Namespac
     """The undefended classifier and a defence for each number of draws, sampler and t*, cheapest first."""
     found: dict[str, Model] = {BARE: classifier}
     for draws, name, t_star in product(sorted(options.draws), options.samplers, options.t_stars):
-        purifier = dp.Purifier(score, SAMPLERS[name](t_star))
+        model = dp.Defense(dp.Purifier(score, SAMPLERS[name](t_star)), classifier, draws=draws)
         vote = f", average of {draws} draws" if draws > 1 else ""
-        found[purifier.title + vote] = dp.Defense(purifier, classifier, draws=draws)
+        found[model.purifier.title + vote] = model
+        if options.recalibrate:
+            found[f"{model.purifier.title}{vote}, recalibrated"] = Recalibrated(model, options.recalibrate)
     return found
+
+
+class Recalibrated(nn.Module):
+    """A defence whose classifier is recalibrated on the first 200 images of a folder, once it is needed."""
+
+    def __init__(self, model: dp.Defense, folder: Path) -> None:
+        super().__init__()
+        self.given, self.folder = model, folder
+
+    @functools.cached_property
+    def model(self) -> dp.Defense:
+        return dp.recalibrate(self.given, imagenet.read(self.folder).batch(list(range(200)))[0])
+
+    def forward(self, x: Tensor, seeds: list[int]) -> Tensor:
+        return self.model(x, seeds)
 
 
 @torch.no_grad()
 def classes(model: Model, x: Tensor, indices: list[int], tag: int) -> list[int]:
     """The class of each image, purified with noise that depends on its index and the tag alone."""
     seeds = [mix(index, tag) for index in indices]
-    logits = model(x, seeds) if isinstance(model, dp.Defense) else model(x)
+    logits = model(x, seeds) if isinstance(model, dp.Defense | Recalibrated) else model(x)
     found: list[int] = logits.argmax(1).tolist()
     return found
 
@@ -160,6 +178,7 @@ def main() -> None:
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=list(SAMPLERS))
     parser.add_argument("--t-stars", type=float, nargs="+", default=[0.02, 0.05, 0.1, 0.15])
     parser.add_argument("--draws", type=int, nargs="+", default=[1], help="of the noise, whose average logits decide")
+    parser.add_argument("--recalibrate", type=Path, help="folder of other images: also with a recalibrated classifier")
     parser.add_argument("--score", default="photos-small")
     parser.add_argument("--like", help="the embedded model that a file is read as")
     parser.add_argument("--classifier", default="efficientnet_lite_pytorch:efficientnet-lite0")
