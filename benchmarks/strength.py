@@ -1,14 +1,15 @@
-"""Accuracy left against gradients per image and seconds: our attacks and the public AutoAttack, on four defences.
+"""Accuracy left against gradients per image and seconds: our attacks and the public AutoAttack, on seven defences.
 
     python benchmarks/strength.py --out strength.jsonl [--images 64] [--batch 16] [--seeds 0 1 2] [--budgets 20 40 80]
                                   [--defences ancestral …] [--attacks strong …] [--judges 64] [--threads 1] [--table]
 
 The budget is the number of gradients of the whole model per image: EOT samples × steps. `strong` is
 `dp.strong(budget)` (`dp.STRONG` is that of 80), `two-losses` divides the budget between the losses, `momentum` has
-the cross-entropy alone. A step of DiffHammer is one gradient and ten purifications, counted as 1 + 10/3 gradients.
-Network and classifier calls are counted where they are made, and stand in each row with the seconds. The accuracy left
-of an image is the share of fresh evaluation samples (`--judges`; one where the model is not random) that are right.
-The threat is ℓ∞ 8/255. `standard` is AutoAttack's standard suite, for a model that is not random, whatever the budget.
+the cross-entropy alone, `four-classes` a run towards each of four. A step of DiffHammer is one gradient and ten
+purifications, counted as 1 + 10/3 gradients. Network and classifier calls are counted where they are made, and stand
+in each row with the seconds. The accuracy left of an image is the share of fresh evaluation samples (`--judges`; one
+where the model is not random) that are right. The threat is ℓ∞ 8/255. `standard` is AutoAttack's standard suite, for a
+model that is not random, whatever the budget.
 
 Attacks take turns on each batch, the smallest budget first. A piece (defence, attack, budget, seed, batch) is one line
 of the file, flushed; a piece that is there is not run again. `--table` prints what is there: means over images and
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 
 import diffpure as dp
 from diffpure.attacks import Attack, attacks_of, sample_seeds
+from diffpure.attacks.compose import Suite
 from diffpure.attacks.presets import STANDARD_SUITE
 from diffpure.data.samples import samples
 from diffpure.evaluation.checks import EVALUATION, right
@@ -61,6 +63,9 @@ DEFENCES: dict[str, Callable[[], nn.Module]] = {
     "ancestral": behind(ANCESTRAL, "cifar10-resnet"),
     "ancestral-at": behind(ANCESTRAL, "cifar10-resnet-at"),
     "few-step": behind(dp.FewStep(t_star=0.1, steps=3, end=0.02), "cifar10-resnet"),
+    "one-shot": behind(dp.OneShot(t_star=0.1), "cifar10-resnet"),
+    "one-shot-at": behind(dp.OneShot(t_star=0.1), "cifar10-resnet-at"),
+    "robust": lambda: dp.load_defense("cifar10-robust").with_gradient(dp.Backprop()),
 }
 
 
@@ -68,6 +73,16 @@ def two_losses(budget: int, stop: float = 0.0) -> Attack:
     """`dp.TWO_LOSSES` with another number of gradients."""
     (attack,) = attacks_of({"kind": "two-losses", "iterations": budget // 2, "stop": stop})
     return attack
+
+
+def towards(classes: int, iterations: int) -> dp.MomentumPGD:
+    """The momentum attack towards the classes with the highest logits, one run each."""
+    return dp.MomentumPGD(loss="difference", targets=classes, iterations=iterations, antithetic=True)
+
+
+def both(budget: int) -> Attack:
+    """Half of the gradients on the margin, a quarter each towards two classes; an image keeps the stronger one."""
+    return Suite(attacks=(dp.strong(budget // 2), towards(2, budget // 4)))
 
 
 def sampled(kind: type[dp.PGD] | type[dp.APGD], budget: int, random: bool) -> Attack:
@@ -79,6 +94,8 @@ ATTACKS: dict[str, Callable[[int, bool], Attack | None]] = {
     "two-losses": lambda budget, random: two_losses(budget),
     "two-losses-stop": lambda budget, random: two_losses(budget, 0.05) if random else None,
     "momentum": lambda budget, random: dp.MomentumPGD(iterations=budget),
+    "four-classes": lambda budget, random: towards(4, budget // 4) if random else None,
+    "margin-and-two-classes": lambda budget, random: both(budget) if random else None,
     "pgd": lambda budget, random: sampled(dp.PGD, budget, random),
     "apgd": lambda budget, random: sampled(dp.APGD, budget, random),
     "diffhammer": lambda budget, random: (
