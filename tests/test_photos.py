@@ -53,10 +53,10 @@ def times(*t: float) -> Tensor:
 def test_the_network_costs_what_a_hand_counts():
     model, (a, b, c), e = PhotoUNet(), (48, 64, 96), 64
     half, quarter, eighth = 112**2, 56**2, 28**2
-    blocks = 9 * 2 * (4 * half * a**2 + 6 * quarter * b**2 + 3 * eighth * c**2)
+    blocks = 9 * 2 * (6 * half * a**2 + 6 * quarter * b**2 + 3 * eighth * c**2)
     door_and_exit = 2 * 9 * half * 12 * a
     resampling = 2 * 4 * (quarter * a * b + eighth * b * c)
-    levels = 16 * e + e * e + 2 * e * (4 * a + 6 * b + 3 * c) + e
+    levels = 16 * e + e * e + 2 * e * (6 * a + 6 * b + 3 * c) + e
     total = multiply_adds(model, image(224, 224), times(0.1))
     assert total == blocks + door_and_exit + resampling + levels
     assert parameters(model) <= 1_500_000
@@ -391,7 +391,7 @@ def test_a_training_can_start_with_the_weights_of_another(tmp_path):
 
 def test_a_deeper_network_starts_as_an_embedded_one(tmp_path):
     still = replace(CONFIG, start="photos-small", rate=0.0, examples=4)
-    deeper = PhotoUNet(blocks=(3, 3, 3))
+    deeper = PhotoUNet(blocks=(3, 4, 3))
     deeper.load_state_dict(train_score(deeper, dataset(), still, None, tmp_path))
     x, t = torch.rand(1, 3, 24, 24), torch.tensor([0.1], dtype=torch.float64)
     assert torch.allclose(deeper.eval().epsilon(x, t), load_score("photos-small").epsilon(x, t), atol=1e-4)

@@ -44,7 +44,7 @@ class PhotoUNet(PreconditionedScore):
     def __init__(
         self,
         widths: Sequence[int] = (48, 64, 96),
-        blocks: Sequence[int] = (2, 3, 3),
+        blocks: Sequence[int] = (3, 3, 3),
         embedding: int = 64,
         channels: int = 3,
         sde: Schedule = VPSDE(),
