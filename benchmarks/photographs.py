@@ -53,10 +53,11 @@ def defences(score: dp.ScoreModel, classifier: Model, options: argparse.Namespac
     found: dict[str, Model] = {BARE: classifier}
     for draws, name, t_star in product(sorted(options.draws), options.samplers, options.t_stars):
         model = dp.Defense(dp.Purifier(score, SAMPLERS[name](t_star)), classifier, draws=draws)
-        vote = f", average of {draws} draws" if draws > 1 else ""
-        found[model.purifier.title + vote] = model
+        title = model.purifier.title + (f", average of {draws} draws" if draws > 1 else "")
         if options.recalibrate:
-            found[f"{model.purifier.title}{vote}, recalibrated"] = Recalibrated(model, options.recalibrate)
+            found[f"{title}, recalibrated"] = Recalibrated(model, options.recalibrate)
+        else:
+            found[title] = model
     return found
 
 
@@ -178,7 +179,7 @@ def main() -> None:
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=list(SAMPLERS))
     parser.add_argument("--t-stars", type=float, nargs="+", default=[0.02, 0.05, 0.1, 0.15])
     parser.add_argument("--draws", type=int, nargs="+", default=[1], help="of the noise, whose average logits decide")
-    parser.add_argument("--recalibrate", type=Path, help="folder of other images: also with a recalibrated classifier")
+    parser.add_argument("--recalibrate", type=Path, help="folder of other images to recalibrate on")
     parser.add_argument("--score", default="photos-small")
     parser.add_argument("--like", help="the embedded model that a file is read as")
     parser.add_argument("--classifier", default="efficientnet_lite_pytorch:efficientnet-lite0")
