@@ -7,7 +7,8 @@ FOLDER holds validation images of ImageNet in any layout that the source `imagen
 same every time, is cropped to 224 × 224 and attacked once, PGD-20 on the undefended classifier, ℓ∞ 4/255; the same
 perturbations are then given to every purifier (a transfer attack: it does not know of the purification, so what is
 printed is no robustness against an attacker who does). Purifiers: photos-small with OneShot, DDIM in 5 steps and
-FewStep in 5 steps (1, 5 and 11 network calls per image) at every t*.
+FewStep in 5 steps (1, 5 and 11 network calls per image) at every t*; with `--draws N` the average of N draws decides,
+and with `--recalibrate FOLDER` the classifier is recalibrated on 200 images of that folder (`dp.recalibrate`).
 
 A table of specs would attack again in every run, 20 gradients per image and purifier. Here images go in blocks through
 the attack and all purifiers: after every block each purifier has been measured on the same images, every finished piece
