@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -18,6 +19,7 @@ import diffpure as dp
 from diffpure import cli
 from diffpure.data import cifar10
 from diffpure.data.cifar10 import Images
+from diffpure.data.photos import Photos
 from diffpure.diffusion.samplers import OneShot
 from diffpure.diffusion.score import EpsilonScore, GaussianScore
 from diffpure.diffusion.sde import VPSDE, over
@@ -236,6 +238,42 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(tmp_path, monkeypatch, o
         trained(tmp_path, **options, rate=1e-5)
 
 
+def test_the_labels_of_the_classifier_are_its_probabilities_for_the_clean_image(monkeypatch):
+    """With clean images alone the loss is the cross-entropy of the purified image to what the clean one gets."""
+    score, classifier = networks()
+    seen: list[Rows] = []
+    monkeypatch.setitem(
+        OBJECTIVES, "classifier", lambda _, __, r: seen.append(r) or sum(p.sum() for p in score.parameters())
+    )
+    config = PurifierConfig(learn="score", labels="classifier", examples=8, batch=8, threads=1)
+    train_purifier(score, classifier, STRIPES, config)
+    with torch.no_grad():
+        assert torch.allclose(seen[0].y, classifier(seen[0].x).softmax(1), atol=1e-6)
+    assert seen[0].y.shape == (8, 2)
+
+
+PHOTOS = Photos(tuple(torch.randint(0, 256, (3, 9 + i, 12), dtype=torch.uint8) for i in range(12)))
+
+
+def test_a_purifier_of_photographs_is_tuned_to_a_classifier_without_labels(tmp_path):
+    """Squares of photographs of any sizes; the score learns, the classifier stays, and a run goes on."""
+    score, classifier = networks()
+    before = {key: value.clone() for key, value in classifier.state_dict().items()}
+    options = {"learn": "score", "labels": "classifier", "batch": 4, "crop": 8, "threads": 1, "clean": 0.5}
+    config = PurifierConfig(**options, examples=16)
+    watched = Images(PHOTOS.squares(8), torch.zeros(12, dtype=torch.int64))
+    whole, same_classifier = train_purifier(score, classifier, PHOTOS, config, watched, tmp_path)
+    assert same(before, same_classifier)
+    assert not same(networks()[0].state_dict(), whole)
+    assert "accuracy clean" in (tmp_path / "log.txt").read_text()
+    assert same(whole, train_purifier(*networks(), PHOTOS, config, watched, tmp_path)[0])
+
+
+def test_photographs_have_no_labels_of_their_own():
+    with pytest.raises(InputError, match="Photographs have no labels"):
+        train_purifier(*networks(), PHOTOS, PurifierConfig(examples=4, batch=4))
+
+
 def test_a_network_without_weights_cannot_learn():
     config = PurifierConfig(learn="classifier", examples=8, batch=8)
     with pytest.raises(InputError, match="Flatten has no weights"):
@@ -256,6 +294,9 @@ def test_a_run_goes_on_with_its_own_networks_only(tmp_path):
     [
         ({"objective": "clasifier"}, "did you mean 'classifier'"),
         ({"learn": "all"}, "part to learn"),
+        ({"labels": "mine"}, "kind of labels"),
+        ({"labels": "classifier"}, "learn is 'score'"),
+        ({"crop": 0}, "are 1 or more"),
         ({"objective": "bridge"}, "trains the score alone"),
         ({"objective": "rank", "learn": "score", "clean": 1.0}, "clean belongs to the objective 'classifier'"),
         ({"objective": "bridge", "learn": "score", "same_noise": False}, "same_noise belongs"),
@@ -317,8 +358,9 @@ def test_the_command_trains_and_writes_files_that_load(command, tmp_path):
         {},
         {"learn": "classifier", "attacked": 0.5, "clean": 0.25, "denoising": 2.0, "classifier_rate": 1e-5},
         {"objective": "rank", "learn": "score", "rate": 1e-3, "decay": 0.9, "t_min": 0.01, "t_max": 0.2, "seed": 3},
+        {"learn": "score", "labels": "classifier", "crop": 96, "watched": 8},
     ],
-    ids=["defaults", "classifier", "rank"],
+    ids=["defaults", "classifier", "rank", "labels"],
 )
 def test_the_options_of_the_command_reach_the_training(configured, options):
     words = [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
@@ -347,6 +389,21 @@ def test_the_attack_of_the_command_is_that_of_its_options(configured):
 def test_the_command_refuses_what_it_cannot_train(command, options, says):
     with pytest.raises(InputError, match=says):
         command(*options.split())
+
+
+def test_the_command_tunes_a_score_of_any_size_on_photographs(tmp_path, monkeypatch):
+    """Only what learned is written; the classifier is somebody else's."""
+    monkeypatch.setattr(recipes, "HELD_OUT_PHOTOS", 2)
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for i in range(5):
+        Image.new("RGB", (40, 36), (40 * i, 90, 200)).save(folder / f"{i}.png")
+    words = f"train purifier --score photos-small --data {folder} --learn score --labels classifier --crop 32"
+    words += f" --attacked 0 --clean 1 --examples 3 --batch 3 --watched 1 --threads 1 --out {tmp_path / 'tuned'}"
+    found = CliRunner().invoke(cli.app, words.split(), catch_exceptions=False)
+    assert found.exit_code == 0
+    dp.load_score(tmp_path / "tuned/score.safetensors", like="photos-small")
+    assert not (tmp_path / "tuned/classifier.safetensors").exists()
 
 
 def test_one_move_of_the_command_is_a_quarter_longer_than_the_budget(configured):

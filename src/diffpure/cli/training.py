@@ -138,8 +138,15 @@ def purifier(
     step_size: Annotated[str | None, typer.Option(help="1.25 eps for one, else 2.5 eps / iterations.")] = None,
     fresh_noise: Annotated[bool, typer.Option("--fresh-noise", help="The attack does not know the noise.")] = False,
     precision: Precision = None,
+    labels: Annotated[
+        str | None, typer.Option(help="given (default), or classifier: what it says of clean images.")
+    ] = None,
+    crop: Annotated[int | None, typer.Option(min=1, help="Side of the squares of photographs: 224.")] = None,
+    watched: Annotated[int | None, typer.Option(min=1, help="Images to watch it on: 64.")] = None,
     seed: Seed = None,
-    data: Annotated[Path | None, typer.Option(help="CIFAR-10 in any official form; the cache.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="CIFAR-10 (the cache by default); photographs for a score of any size.")
+    ] = None,
     threads: Threads = None,
 ) -> None:
     """Train a score against attacks that go through it, and the classifier behind it, or one alone.
@@ -151,7 +158,7 @@ def purifier(
     from diffpure.data import cifar10
     from diffpure.scores.load import load_score
     from diffpure.training.purifier import PurifierConfig
-    from diffpure.training.recipes import harden
+    from diffpure.training.recipes import harden, photographs
 
     if iterations == 1 and step_size is None:
         step_size = str(1.25 * _number(eps))
@@ -159,11 +166,13 @@ def purifier(
         "objective": objective, "learn": learn, "examples": examples, "batch": batch, "rate": rate, "decay": decay,
         "classifier_rate": classifier_rate, "t_min": t_min, "t_max": t_max, "attacked": attacked, "clean": clean,
         "denoising": denoising, "same_noise": not fresh_noise, "precision": precision, "seed": seed, "threads": threads,
+        "labels": labels, "crop": crop, "watched": watched,
         "adversary": _adversary("pgd", norm, eps, iterations, step_size, None),
     }  # fmt: skip
     config = PurifierConfig(**_given(changes))
     networks = load_score(score, like=score_like), load_classifier(classifier, like=classifier_like)
-    for name, model in harden(*networks, cifar10.load("train", data), config, out, console).items():
+    images = photographs(data) if networks[0].size is None else cifar10.load("train", data)
+    for name, model in harden(*networks, images, config, out, console).items():
         _export(name, model, out)
 
 

@@ -45,7 +45,7 @@ Batch = Callable[[int], tuple[Tensor, ...]]  # the tensors of a step, each with 
 Loss = Callable[..., Tensor]  # (model, *rows of those tensors) -> their mean loss, a scalar
 Schedule = Callable[[float], float]  # progress in [0, 1) -> factor on the learning rate
 CHECKPOINT: Final = "checkpoint.pt"
-MANNER: Final = ("threads", "precision", "checkpoint_seconds")  # how a run is computed, not what it computes
+MANNER: Final = ("threads", "precision", "checkpoint_seconds", "watched")  # how a run is computed, not what it computes
 
 
 @final

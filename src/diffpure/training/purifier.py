@@ -17,6 +17,9 @@ denoising score matching where nothing is attacked:
 from the attacked image at t* to the clean one at 0. "rank" (ADDT: Liu et al. 2024) attacks with noise that is Gaussian
 in each channel: g has sorted Gaussian numbers in the order of the gradient of CE(f(P(x)), y), summed over iterations.
 
+y is the label of an image, or what the undefended classifier says of it while it is clean (`labels = "classifier"`: its
+probabilities). Then images need no labels, and a purifier is tuned to a classifier that stays as it is.
+
 Statistics of normalisation stay what they were: fine-tuning begins with trained networks, whose running averages are
 better than those of a small batch, and a purifier is the same function in training as it is when it is deployed.
 """
@@ -25,7 +28,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final, Self, final
@@ -37,6 +40,7 @@ from torch import Tensor, nn
 
 from diffpure.attacks.pgd import PGD
 from diffpure.data.cifar10 import Images
+from diffpure.data.photos import Photos
 from diffpure.diffusion.samplers import OneShot
 from diffpure.diffusion.score import EpsilonScore
 from diffpure.diffusion.sde import Schedule, over
@@ -48,11 +52,11 @@ from diffpure.purify import Defense
 from diffpure.training.adversarial import FAST_LINF, Adversary
 from diffpure.training.classifier import Augmented, ClassifierConfig
 from diffpure.training.loop import State, cosine, generator, run_of, train
-from diffpure.training.score import WEIGHTINGS, epsilon_loss, spread
+from diffpure.training.score import WEIGHTINGS, epsilon_loss, shown, spread
 
 LEARN: Final = ("both", "score", "classifier")
-WATCHED: Final = 64  # validation images that a checkpoint is attacked on, in so many steps:
-STEPS: Final = 5
+LABELS: Final = ("given", "classifier")
+STEPS: Final = 5  # of the attack on the validation images of a checkpoint
 TIME: Final = 0  # steps of the noise of a row: a time, ranks and fresh noise by iteration
 RANKS: Final = 1
 FRESH: Final = 1000
@@ -80,12 +84,16 @@ class PurifierConfig:
     denoising: float = 1.0  # weight of |ε̂ - ε*|² against the cross-entropy, which costs nothing
     weighting: str = "edm"
     smoothing: float = 0.0
+    labels: str = "given"  # or "classifier": what the undefended classifier says of the clean image
     translate: int = 2
     flip: bool = True
+    crop: int = 224  # side of the squares that are cut from photographs
+    rescale: float = 1.15  # how much larger a square may be before it is reduced to that
     seed: int = 0
     threads: int | None = None
     precision: str = "float32"
     checkpoint_seconds: float = 300.0
+    watched: int = 64  # validation images that a checkpoint is attacked on
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
@@ -94,8 +102,14 @@ class PurifierConfig:
             raise unknown("part to learn", self.learn, LEARN)
         if self.objective != "classifier":
             self._check_denoiser()
+        if self.labels not in LABELS:
+            raise unknown("kind of labels", self.labels, LABELS)
+        if self.labels == "classifier" and self.learn != "score":
+            raise InputError("What a classifier says cannot teach a classifier that learns: learn is 'score' then.")
         if self.weighting not in WEIGHTINGS:
             raise unknown("weighting", self.weighting, WEIGHTINGS)
+        if self.crop < 1 or self.rescale < 1 or self.watched < 1:
+            raise InputError("The side of crops, how far they are reduced, and the images watched are 1 or more.")
         if not 0 < self.t_min <= self.t_max <= 1:
             raise InputError(f"Times need 0 < t_min <= t_max <= 1, got {self.t_min} and {self.t_max}.")
         if min(self.attacked, self.clean, self.denoising) < 0:
@@ -153,7 +167,7 @@ class Rows:
     """What an objective sees of a batch: images (B, C, H, W) in [0, 1], labels, times and noise, a row per image."""
 
     x: Tensor
-    y: Tensor
+    y: Tensor  # classes (B,), or probabilities (B, K)
     t: Tensor  # t* (B,) float64
     eps: Tensor  # the noise of the purification
     seeds: Tensor  # of everything else
@@ -171,7 +185,7 @@ class Rows:
 def train_purifier(
     score: EpsilonScore,
     classifier: nn.Module,
-    images: Images,
+    images: Images | Photos,
     config: PurifierConfig,
     validation: Images | None = None,
     folder: Path | None = None,
@@ -179,16 +193,22 @@ def train_purifier(
 ) -> tuple[State, State]:
     """Train score and classifier in place; returns the averaged weights of each, the ones to keep.
 
-    With validation images, the log gets their clean and attacked accuracy at every checkpoint.
+    With validation images, the log gets their clean and attacked accuracy at every checkpoint. Photographs have no
+    labels but those of the classifier.
     """
+    if isinstance(images, Photos) and config.labels == "given":
+        raise InputError("Photographs have no labels: let the classifier give them (labels 'classifier').")
     options = {"score": digest(*score.state_dict().values()), "classifier": digest(*classifier.state_dict().values())}
     model = Guarded(score, classifier)
     score.requires_grad_(config.learn != "classifier")
     classifier.requires_grad_(config.learn != "score")
     objective = OBJECTIVES[config.objective]
 
-    def loss(replica: Guarded, *rows: Tensor) -> Tensor:
-        return objective(replica, config, Rows(*rows))
+    def loss(replica: Guarded, *tensors: Tensor) -> Tensor:
+        rows = Rows(*tensors)
+        if config.labels == "classifier":
+            rows = replace(rows, y=_answers(replica.classifier, rows.x))
+        return objective(replica, config, rows)
 
     run = run_of(config, images, max(1, config.examples // config.batch), folder, **options)
     rates = ((score, config.rate), (classifier, config.classifier_rate))
@@ -196,7 +216,7 @@ def train_purifier(
     if not groups:
         raise InputError(f"{type(classifier).__name__} has no weights that could learn.")
     optimiser = torch.optim.Adam(groups, betas=(0.9, 0.99))
-    report = partial(_watch, config, validation[:WATCHED]) if validation else None
+    report = partial(_watch, config, _watched(validation, classifier, config)) if validation else None
     state = train(model, optimiser, _batches(images, config), loss, cosine(), run, report, console)
     return _part(state, "score."), _part(state, "classifier.")
 
@@ -209,14 +229,34 @@ def _part(state: State, prefix: str) -> State:
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
-def _batches(images: Images, config: PurifierConfig) -> Callable[[int], tuple[Tensor, ...]]:
+@torch.no_grad()
+def _answers(classifier: nn.Module, x: Tensor) -> Tensor:
+    """The probabilities (B, K) that the undefended classifier gives clean images (B, C, H, W) in [0, 1]."""
+    probabilities: Tensor = classifier(x).float().softmax(1)
+    return probabilities
+
+
+def _watched(validation: Images, classifier: nn.Module, config: PurifierConfig) -> Images:
+    """The validation images that checkpoints are watched on, with the labels that the training has."""
+    chosen = validation[: config.watched]
+    if config.labels == "given":
+        return chosen
+    return Images(chosen.pixels, _answers(classifier.eval(), chosen.float()).argmax(1))
+
+
+def _batches(images: Images | Photos, config: PurifierConfig) -> Callable[[int], tuple[Tensor, ...]]:
     """The rows of a step, as a pure function of it."""
-    shown = ClassifierConfig(batch=config.batch, translate=config.translate, flip=config.flip, seed=config.seed)
-    source = Augmented(images, shown)
+    if isinstance(images, Images):
+        options = ClassifierConfig(batch=config.batch, translate=config.translate, flip=config.flip, seed=config.seed)
+        source = Augmented(images, options)
 
     def batch(step: int) -> tuple[Tensor, ...]:
-        x, y = source(step)
         random = generator(config.seed, step, 4)
+        if isinstance(images, Images):
+            x, y = source(step)
+        else:
+            x = shown(images, config, step, random) / 255
+            y = torch.zeros(len(x), dtype=torch.int64)
         t = config.t_min + (config.t_max - config.t_min) * spread(len(x), random)
         eps = torch.randn(x.shape, generator=random)
         return x, y, t, eps, torch.randint(1 << 62, (len(x),), generator=random)

@@ -36,7 +36,7 @@ from diffpure.training.purifier import PurifierConfig, train_purifier
 from diffpure.training.score import ScoreConfig, train_score
 
 HELD_OUT: Final = 500  # the last training images, which a score is watched on and never trained on
-HELD_OUT_PHOTOS: Final = 50  # the same of photographs, which are larger, as squares of so many pixels:
+HELD_OUT_PHOTOS: Final = 50  # the same of photographs, which are larger, as squares of so many pixels for a score:
 SQUARE: Final = 128
 
 
@@ -79,28 +79,27 @@ def follow(
 def harden(
     score: ScoreModel,
     classifier: nn.Module,
-    images: Images,
+    images: Images | Photos,
     config: PurifierConfig,
     folder: Path | None,
     console: Console | None = None,
 ) -> dict[str, nn.Module]:
-    """A score and the classifier behind it, by these names, trained against attacks as the configuration says."""
+    """A score and the classifier behind it, by these names, trained as the configuration says: those that learned."""
     if not isinstance(score, EpsilonScore):
         raise InputError(f"Only a network that predicts noise can be trained, and {type(score).__name__} is none.")
-    training, validation = _held_out(images)
-    assert isinstance(training, Images)
+    training, validation = _held_out(images, config.crop)
     trained: dict[str, nn.Module] = {"score": score, "classifier": classifier}
     states = train_purifier(score, classifier, training, config, validation, folder, console)
     for model, state in zip(trained.values(), states, strict=True):
         model.load_state_dict(state)
-    return trained
+    return {name: model for name, model in trained.items() if config.learn in ("both", name)}
 
 
-def _held_out(images: Images | Photos) -> tuple[Images | Photos, Images]:
+def _held_out(images: Images | Photos, square: int = SQUARE) -> tuple[Images | Photos, Images]:
     """The images to train a score on, and the last ones, to watch it on."""
     if isinstance(images, Images):
         return images[:-HELD_OUT], images[-HELD_OUT:]
-    squares = images[-HELD_OUT_PHOTOS:].squares(SQUARE)
+    squares = images[-HELD_OUT_PHOTOS:].squares(square)
     return images[:-HELD_OUT_PHOTOS], Images(squares, torch.zeros(len(squares), dtype=torch.int64))
 
 
@@ -126,7 +125,7 @@ def _whitened(images: Images) -> SmallResNet:
     return model
 
 
-def _photographs(path: Path | None) -> Photos:
+def photographs(path: Path | None) -> Photos:
     if path is None:
         raise InputError("Photographs have no place in the cache; give a folder or a tar archive of them as data.")
     return photos.read(path)
@@ -152,7 +151,7 @@ RECIPES: Final[dict[str, Recipe]] = {
             crop=64,
             checkpoint_seconds=300.0,
         ),
-        _photographs,
+        photographs,
     ),
     "cifar10-resnet": Recipe(_whitened, ClassifierConfig()),
     "cifar10-resnet-at": Recipe(

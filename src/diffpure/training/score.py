@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, final
+from typing import Final, Protocol, final
 
 import torch
 from PIL import Image
@@ -139,17 +139,38 @@ def _begin_with(model: EpsilonScore, start: str) -> None:
 
 def _draw(images: Images | Photos, config: ScoreConfig, step: int) -> tuple[Tensor, Tensor, Tensor]:
     """The clean images (B, C, H, W) in [-1, 1], the times (B,) float64 and the noise of one step."""
-    _, index = batch_indices(config.seed, step, len(images), config.batch)
     random = generator(config.seed, step, 4)
+    x = shown(images, config, step, random) / 127.5 - 1
+    t = config.t_max * spread(len(x), random) ** config.power
+    return x, t, torch.randn(x.shape, generator=random)
+
+
+class _Showing(Protocol):
+    """What a configuration says of how images are shown."""
+
+    @property
+    def batch(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def flip(self) -> bool: ...
+    @property
+    def crop(self) -> int: ...
+    @property
+    def rescale(self) -> float: ...
+
+
+def shown(images: Images | Photos, config: _Showing, step: int, random: torch.Generator) -> Tensor:
+    """The images (B, C, H, W) float32 in [0, 255] of one step, mirrored at random; random squares of photographs."""
+    _, index = batch_indices(config.seed, step, len(images), config.batch)
     if isinstance(images, Photos):
-        x = images.crops(index, config.crop, config.rescale, random) / 127.5 - 1
+        x = images.crops(index, config.crop, config.rescale, random)
     else:
-        x = to_range(images[index])
+        x = images[index].pixels.float()
     if config.flip:
         mirrored = torch.rand(len(x), generator=random) < 0.5
         x = torch.where(mirrored[:, None, None, None], x.flip(3), x)
-    t = config.t_max * spread(len(x), random) ** config.power
-    return x, t, torch.randn(x.shape, generator=random)
+    return x
 
 
 def spread(count: int, random: torch.Generator) -> Tensor:
