@@ -398,7 +398,7 @@ def test_the_command_tunes_a_score_of_any_size_on_photographs(tmp_path, monkeypa
     folder.mkdir()
     for i in range(5):
         Image.new("RGB", (40, 36), (40 * i, 90, 200)).save(folder / f"{i}.png")
-    words = f"train purifier --score photos-small --data {folder} --learn score --labels classifier --crop 32"
+    words = f"train purifier --score photos-small --data {folder} --crop 32"
     words += f" --attacked 0 --clean 1 --examples 3 --batch 3 --watched 1 --threads 1 --out {tmp_path / 'tuned'}"
     found = CliRunner().invoke(cli.app, words.split(), catch_exceptions=False)
     assert found.exit_code == 0

@@ -121,7 +121,9 @@ def purifier(
     classifier: Annotated[str, typer.Option(help="A name or a file.")] = "cifar10-resnet-at",
     classifier_like: Annotated[str | None, typer.Option(help="The model that its file is read as.")] = None,
     objective: Annotated[str | None, typer.Option(help="classifier (default), bridge or rank.")] = None,
-    learn: Annotated[str | None, typer.Option(help="both (default), or score or classifier alone.")] = None,
+    learn: Annotated[
+        str | None, typer.Option(help="both, score or classifier; both by default, score for photographs.")
+    ] = None,
     examples: Annotated[int | None, typer.Option(min=1, help="Images to see in all; 64,000 by default.")] = None,
     batch: Batch = None,
     rate: Annotated[float | None, typer.Option(help="Learning rate of the score; 3e-4.")] = None,
@@ -139,7 +141,7 @@ def purifier(
     fresh_noise: Annotated[bool, typer.Option("--fresh-noise", help="The attack does not know the noise.")] = False,
     precision: Precision = None,
     labels: Annotated[
-        str | None, typer.Option(help="given (default), or classifier: what it says of clean images.")
+        str | None, typer.Option(help="given, or classifier: its own of clean images, as for photographs.")
     ] = None,
     crop: Annotated[int | None, typer.Option(min=1, help="Side of the squares of photographs: 224.")] = None,
     watched: Annotated[int | None, typer.Option(min=1, help="Images to watch it on: 64.")] = None,
@@ -169,9 +171,11 @@ def purifier(
         "labels": labels, "crop": crop, "watched": watched,
         "adversary": _adversary("pgd", norm, eps, iterations, step_size, None),
     }  # fmt: skip
-    config = PurifierConfig(**_given(changes))
     networks = load_score(score, like=score_like), load_classifier(classifier, like=classifier_like)
-    images = photographs(data) if networks[0].size is None else cifar10.load("train", data)
+    of_photographs = networks[0].size is None
+    unlabelled = {"learn": "score", "labels": "classifier"} if of_photographs else {}
+    config = PurifierConfig(**{**unlabelled, **_given(changes)})
+    images = photographs(data) if of_photographs else cifar10.load("train", data)
     for name, model in harden(*networks, images, config, out, console).items():
         _export(name, model, out)
 
