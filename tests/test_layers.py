@@ -42,6 +42,7 @@ LAYERS = (
     "data",
     "files",
     "training",
+    "tuning",
     "experiments",
     "report",
     "play",

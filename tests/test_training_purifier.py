@@ -31,7 +31,8 @@ from diffpure.training import purifier as training
 from diffpure.training import recipes
 from diffpure.training.adversarial import FAST_LINF, Adversary
 from diffpure.training.loop import generator
-from diffpure.training.purifier import OBJECTIVES, Guarded, PurifierConfig, Rows, bridge, ranked, train_purifier
+from diffpure.training.objectives import OBJECTIVES, Guarded, Rows, bridge, ranked
+from diffpure.training.purifier import PurifierConfig, train_purifier
 from problems import TinyUNet
 
 SDE = VPSDE()

@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from diffpure.threats import Flow as Flow
     from diffpure.threats import Linf as Linf
     from diffpure.threats import Perceptual as Perceptual
+    from diffpure.tuning import tune as tune
     from diffpure.verification.revive import verify as verify
 
 _HOMES = {
@@ -143,6 +144,7 @@ _HOMES = {
         "PurifierBase",
     ),
     "diffpure.recalibrate": ("recalibrate",),
+    "diffpure.tuning": ("tune",),
     "diffpure.diffusion.langevin": ("Langevin",),
     "diffpure.diffusion.samplers": (
         "Ancestral",

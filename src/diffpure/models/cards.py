@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, final
 
@@ -107,12 +108,14 @@ class DefenseCard:
     @property
     def present(self) -> bool:
         """Whether all of it is on this machine."""
-        return all(card(name).present for name in self._names)
+        return all(find_spec(_package(name)) is not None if _package(name) else card(name).present
+                   for name in self._names)  # fmt: skip
 
     @property
     def where(self) -> str:
         """Where its weights are, for people."""
-        return ", ".join(dict.fromkeys(card(name).where for name in self._names))
+        places = (f"the package {_package(name)}" if _package(name) else card(name).where for name in self._names)
+        return ", ".join(dict.fromkeys(places))
 
     @property
     def _names(self) -> list[str]:
@@ -122,6 +125,12 @@ class DefenseCard:
         """The card as a flat table, with where its weights are."""
         about = {"where": self.where, "present": self.present, "name": self.name, "kind": self.kind}
         return {**about, "model": self.model, **self.made, **self.measured}
+
+
+def _package(name: str) -> str:
+    """The package of a classifier from elsewhere, PACKAGE:NAME; nothing for a model that has a card."""
+    package, colon, _ = name.partition(":")
+    return package if colon else ""
 
 
 def defenses() -> dict[str, DefenseCard]:

@@ -29,6 +29,12 @@ from diffpure.purify import PurifierBase
 from diffpure.validate import as_images
 
 
+def _frozen(score: ScoreModel) -> ScoreModel:
+    """A score as one, in evaluation mode, with weights that do not learn."""
+    score = as_score(score)
+    return score.requires_grad_(False).eval() if isinstance(score, nn.Module) else score
+
+
 @final
 class Purifier(PurifierBase):
     """Diffuse each image to t*, then follow the sampler's path back to a clean one.
@@ -53,8 +59,7 @@ class Purifier(PurifierBase):
         super().__init__(gradient, rounds=rounds)
         if fit not in ("resize", "tiles"):
             raise unknown("fit", fit, ("resize", "tiles"))
-        score = as_score(score)
-        self.score = score.requires_grad_(False).eval() if isinstance(score, nn.Module) else score
+        self.score = _frozen(score)
         self.sampler = ReverseSDE() if sampler is None else sampler_of(sampler)
         self.autocast = autocast
         self.fit = fit
@@ -135,6 +140,12 @@ class Purifier(PurifierBase):
         """The same purifier (sharing its weights) with another sampler."""
         other = self.with_gradient(self.gradient)
         other.sampler = sampler_of(sampler)
+        return other
+
+    def with_score(self, score: ScoreModel) -> Self:
+        """The same purifier with another score, whose weights are frozen."""
+        other = self.with_gradient(self.gradient)
+        other.score = _frozen(score)
         return other
 
     def deviation(self, images: Tensor, seeds: Seeds = None, *, states: int = 4) -> tuple[Tensor, Tensor]:

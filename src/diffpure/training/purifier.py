@@ -1,24 +1,8 @@
 """Training a purifier against attacks, with the classifier behind it, or one of the two alone.
 
-What is trained is what a defence computes in one step: an image x in [0, 1] is diffused to a time t* and denoised,
-
-    P(x) = (D(x_t) + 1)/2,    x_t = √α(t) (2x - 1) + std(t) ε,    D(x_t) = (x_t - std(t) ε̂(x_t, t)) / √α(t),
-
-with t* spread evenly over [t_min, t_max], one per image. An attack on f(P(x)) goes through the purifier with exact
-gradients. An objective says which state x_t it makes of an image and an attack, and what it asks of the networks there.
-All of them ask for the noise that leads back to the clean image, ε* = (x_t - √α(t) (2x - 1)) / std(t), which is
-denoising score matching where nothing is attacked:
-
-    classifier   x_t diffused from x' = x + δ at t = t*:         CE(f(P(x')), y) + d · w(t) |ε̂(x_t, t) - ε*|²
-    bridge       x_t + 2δ (1 - α(t))/√α(t) · α(t*)/(1 - α(t*)):  w(t) |ε̂(x_t, t) - ε*|² at all t below t*
-    rank         ε = √(1 - γ²) z + γ g, γ = min(0.03/σ(t), 0.3): the same
-
-"classifier" is adversarial training of the defence; it can see clean images, too. "bridge" (ADBM: Li et al. 2025) leads
-from the attacked image at t* to the clean one at 0. "rank" (ADDT: Liu et al. 2024) attacks with noise that is Gaussian
-in each channel: g has sorted Gaussian numbers in the order of the gradient of CE(f(P(x)), y), summed over iterations.
-
-y is the label of an image, or what the undefended classifier says of it while it is clean (`labels = "classifier"`: its
-probabilities). Then images need no labels, and a purifier is tuned to a classifier that stays as it is.
+What is trained is what a defence computes in one step; `training.objectives` has the equations. y there is the label of
+an image, or what the undefended classifier says of it while it is clean (`labels = "classifier"`: its probabilities).
+Then images need no labels, and a purifier is tuned to a classifier that stays as it is.
 
 Statistics of normalisation stay what they were: fine-tuning begins with trained networks, whose running averages are
 better than those of a small batch, and a purifier is the same function in training as it is when it is deployed.
@@ -31,10 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, Self, final
+from typing import Final, final
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -43,7 +26,6 @@ from diffpure.data.cifar10 import Images
 from diffpure.data.photos import Photos
 from diffpure.diffusion.samplers import OneShot
 from diffpure.diffusion.score import EpsilonScore
-from diffpure.diffusion.sde import Schedule, over
 from diffpure.errors import InputError, unknown
 from diffpure.models.checkpoints import digest
 from diffpure.noise import Noise
@@ -52,14 +34,12 @@ from diffpure.purify import Defense
 from diffpure.training.adversarial import FAST_LINF, Adversary
 from diffpure.training.classifier import Augmented, ClassifierConfig
 from diffpure.training.loop import State, cosine, generator, run_of, train
-from diffpure.training.score import WEIGHTINGS, epsilon_loss, shown, spread
+from diffpure.training.objectives import OBJECTIVES, Guarded, Rows, learns
+from diffpure.training.score import WEIGHTINGS, shown, spread
 
 LEARN: Final = ("both", "score", "classifier")
 LABELS: Final = ("given", "classifier")
 STEPS: Final = 5  # of the attack on the validation images of a checkpoint
-TIME: Final = 0  # steps of the noise of a row: a time, ranks and fresh noise by iteration
-RANKS: Final = 1
-FRESH: Final = 1000
 
 
 @final
@@ -128,60 +108,6 @@ class PurifierConfig:
                 raise InputError(f"{name} belongs to the objective 'classifier', and {self.objective!r} has none.")
 
 
-@final
-class Guarded(nn.Module):
-    """A score and the classifier behind it, as one module: what is trained, saved and averaged together."""
-
-    def __init__(self, score: EpsilonScore, classifier: nn.Module) -> None:
-        super().__init__()
-        self.score, self.classifier = score, classifier
-        self.eval()
-
-    def train(self, mode: bool = True) -> Self:
-        """Stay in evaluation mode, the one that is deployed."""
-        return super().train(False)
-
-    def diffuse(self, x: Tensor, t: Tensor, eps: Tensor) -> Tensor:
-        """The states (B, C, H, W) of images in [0, 1] at times t (B,)."""
-        return self.score.sde.diffuse(2 * x - 1, t, eps)
-
-    def purified(self, state: Tensor, t: Tensor, predicted: Tensor) -> Tensor:
-        """The images near [0, 1] that a state becomes when the predicted noise is taken away."""
-        return (self.score.sde.denoised(state, t, -predicted / over(self.score.sde.std(t), state)) + 1) / 2
-
-    def missed(self, x: Tensor, state: Tensor, t: Tensor, predicted: Tensor, weighting: str) -> Tensor:
-        """The mean of w(t) |ε̂ - ε*|², a scalar: ε* is the noise that leads from the images x in [0, 1] to the state."""
-        sde = self.score.sde
-        noise = (state - over(torch.exp(-sde.gamma(t)), x) * (2 * x - 1)) / over(sde.std(t), x)
-        return epsilon_loss(sde, t, predicted, noise, weighting)
-
-    def forward(self, state: Tensor, t: Tensor) -> Tensor:
-        """The logits (B, K) of a purified state."""
-        logits: Tensor = self.classifier(self.purified(state, t, self.score.epsilon(state, t)))
-        return logits
-
-
-@final
-@dataclass(frozen=True)
-class Rows:
-    """What an objective sees of a batch: images (B, C, H, W) in [0, 1], labels, times and noise, a row per image."""
-
-    x: Tensor
-    y: Tensor  # classes (B,), or probabilities (B, K)
-    t: Tensor  # t* (B,) float64
-    eps: Tensor  # the noise of the purification
-    seeds: Tensor  # of everything else
-
-    @property
-    def noise(self) -> Noise:
-        """Further random numbers, which are those of the seeds."""
-        return Noise.of(self.seeds, len(self.seeds))
-
-    def below(self) -> Tensor:
-        """Times (B,) uniform in (0, t*]."""
-        return self.t * (1 - self.noise.uniform(TIME))
-
-
 def train_purifier(
     score: EpsilonScore,
     classifier: nn.Module,
@@ -212,17 +138,13 @@ def train_purifier(
 
     run = run_of(config, images, max(1, config.examples // config.batch), folder, **options)
     rates = ((score, config.rate), (classifier, config.classifier_rate))
-    groups = [{"params": part.parameters(), "lr": rate} for part, rate in rates if _learns(part)]
+    groups = [{"params": part.parameters(), "lr": rate} for part, rate in rates if learns(part)]
     if not groups:
         raise InputError(f"{type(classifier).__name__} has no weights that could learn.")
     optimiser = torch.optim.Adam(groups, betas=(0.9, 0.99))
     report = partial(_watch, config, _watched(validation, classifier, config)) if validation else None
     state = train(model, optimiser, _batches(images, config), loss, cosine(), run, report, console)
     return _part(state, "score."), _part(state, "classifier.")
-
-
-def _learns(part: nn.Module) -> bool:
-    return any(weight.requires_grad for weight in part.parameters())
 
 
 def _part(state: State, prefix: str) -> State:
@@ -279,77 +201,3 @@ def _watch(config: PurifierConfig, images: Images, model: nn.Module) -> str:
             for shown in (x, threat.apply(x, z))
         ]
     return f"accuracy clean {right[0]:.1%} attacked {right[1]:.1%} ({len(x)} images, PGD-{STEPS}, t* = {t_star:g})"
-
-
-# --------------------------------------------------------------------------------------------------------- objectives
-
-
-def _classifier(model: Guarded, config: PurifierConfig, rows: Rows) -> Tensor:
-    """The cross-entropy of purified images, attacked and clean, and how far the noise was missed."""
-    x, y, t, eps = rows.x, rows.y, rows.t, rows.eps
-    denoising = config.denoising if _learns(model.score) else 0.0
-
-    def of(shown: Tensor) -> Tensor:
-        state = model.diffuse(shown, t, eps)
-        predicted = model.score.epsilon(state, t)
-        logits = model.classifier(model.purified(state, t, predicted))
-        value = F.cross_entropy(logits, y, label_smoothing=config.smoothing)
-        return value + denoising * model.missed(x, state, t, predicted, config.weighting) if denoising else value
-
-    parts = []
-    if config.attacked:
-        known = eps if config.same_noise else rows.noise(FRESH, eps)
-        attack = config.adversary.attacked
-        attacked = attack(lambda moved: F.cross_entropy(model(model.diffuse(moved, t, known), t), y), x, rows.seeds)
-        parts.append(config.attacked * of(attacked))
-    if config.clean:
-        parts.append(config.clean * of(x))
-    return sum(parts[1:], parts[0])
-
-
-def _bridge(model: Guarded, config: PurifierConfig, rows: Rows) -> Tensor:
-    """The noise missed on the bridge from the attacked image at t* to the clean one."""
-    x, t = rows.x, rows.below()
-
-    def state(moved: Tensor) -> Tensor:
-        return bridge(model.score.sde, 2 * x - 1, 2 * moved - 1, t, rows.t, rows.eps)
-
-    attack = config.adversary.attacked
-    met = state(attack(lambda moved: F.cross_entropy(model(state(moved), t), rows.y), x, rows.seeds))
-    return model.missed(x, met, t, model.score.epsilon(met, t), config.weighting)
-
-
-def bridge(sde: Schedule, x: Tensor, attacked: Tensor, t: Tensor, t_star: Tensor, eps: Tensor) -> Tensor:
-    """The state (B, C, H, W) at t of the bridge from the diffused attacked image at t* to x; images in [-1, 1]."""
-    # α/(1 - α) = 1/σ², so the share of the attack is √α(t) σ(t)²/σ(t*)².
-    share = torch.exp(-sde.gamma(t)) * (sde.sigma(t) / sde.sigma(t_star)) ** 2
-    return sde.diffuse(x, t, eps) + over(share, x) * (attacked - x)
-
-
-def _rank(model: Guarded, config: PurifierConfig, rows: Rows) -> Tensor:
-    """The noise missed where a part of it is what the attack would add, if it had to look Gaussian."""
-    x, t, noise = rows.x, rows.below(), rows.noise
-    gamma = over((0.03 / model.score.sde.sigma(t)).clamp(max=0.3), x)
-    gradient = torch.zeros_like(x)
-
-    def state(hostile: Tensor, plain: Tensor) -> Tensor:
-        return model.diffuse(x, t, (1 - gamma**2).sqrt() * plain + gamma * hostile)
-
-    hostile = noise(RANKS, x)
-    for i in range(config.adversary.iterations):
-        hostile.requires_grad_()
-        loss = F.cross_entropy(model(state(hostile, noise(FRESH + i, x)), t), rows.y)
-        gradient += torch.autograd.grad(loss, hostile)[0]
-        hostile = ranked(gradient, noise(RANKS + 1 + i, x))
-    met = state(hostile, rows.eps)
-    return model.missed(x, met, t, model.score.epsilon(met, t), config.weighting)
-
-
-def ranked(values: Tensor, gaussian: Tensor) -> Tensor:
-    """The Gaussian numbers of each channel in the order of the values there; both (B, C, H, W)."""
-    order = values.flatten(2).argsort(2)
-    return torch.empty_like(gaussian).flatten(2).scatter(2, order, gaussian.flatten(2).sort(2)[0]).view_as(gaussian)
-
-
-Objective = Callable[[Guarded, PurifierConfig, Rows], Tensor]
-OBJECTIVES: Final[dict[str, Objective]] = {"classifier": _classifier, "bridge": _bridge, "rank": _rank}

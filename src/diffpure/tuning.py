@@ -1,0 +1,107 @@
+"""Tune a purifier to the classifier behind it, which stays as it is, with images that need no labels.
+
+A score learns to denoise in the mean square, which keeps what is large in an image and blurs fine detail that a
+classifier looks at. Tuned, it learns besides that the classifier f should say of a purified image what it says of the
+clean one,
+
+    CE(f(P(x)), softmax f(x)) + w(t) |ε̂ - ε|²,      P: one step from t*, drawn anew for each image,
+
+and with a threat also of the purified image after one step of an attack through P (`training.purifier` has the
+equations). What comes out is made for this classifier; docs/photographs.md says what that brought, and what an attacker
+who knows of it still takes.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from diffpure.data import photos
+from diffpure.data.photos import Photos
+from diffpure.diffusion.score import EpsilonScore
+from diffpure.errors import InputError
+from diffpure.purifiers.diffusion import Purifier
+from diffpure.purify import Defense
+from diffpure.threats import AnyThreat, threat_of
+from diffpure.training.adversarial import FAST_LINF, Adversary
+from diffpure.training.purifier import PurifierConfig, train_purifier
+from diffpure.validate import as_images
+
+
+def tune(
+    model: Defense,
+    images: Any,
+    *,
+    threat: AnyThreat | None = None,
+    times: tuple[float, float] | None = None,
+    examples: int = 1600,
+    batch: int = 8,
+    rate: float = 3e-4,
+    crop: int = 224,
+    out: str | Path | None = None,
+    seed: int = 0,
+    threads: int | None = None,
+    precision: str = "auto",
+    progress: bool = False,
+) -> Defense:
+    """The defence with a copy of its score that was tuned to its classifier; what was given stays as it is.
+
+    images: (N, C, H, W) in [0, 1], or a folder or tar archive of photographs of any sizes; never those that it is
+    measured on.   threat: attack the images through the purifier while it learns, once each.   times: between which t*
+    is drawn; half of the sampler's and a fifth more than it by default.   examples, batch: images seen in all and per
+    step.   crop: side of the squares that are cut from larger images.   out: a folder for checkpoints and log; the same
+    call goes on there.   precision: float32, bfloat16, or auto for the faster.   progress: a bar on standard error.
+    """
+    purifier, score, classifier = _parts(model)
+    shown = photos.read(images) if isinstance(images, str | Path) else _stored(images)
+    low, high = times or _times(purifier)
+    config = PurifierConfig(
+        learn="score", labels="classifier", examples=examples, batch=min(batch, len(shown)), rate=rate,
+        decay=0.99, t_min=low, t_max=high, seed=seed, threads=threads, precision=precision, crop=_side(shown, crop),
+        adversary=_adversary(threat), attacked=0.0 if threat is None else 1.0, clean=1.0 if threat is None else 0.0,
+        same_noise=False,
+    )  # fmt: skip
+    console = Console(stderr=True) if progress else None
+    state, _ = train_purifier(score, classifier, shown, config, folder=Path(out) if out else None, console=console)
+    score.load_state_dict(state)
+    return model.with_purifier(purifier.with_score(score))
+
+
+def _parts(model: Defense) -> tuple[Purifier, EpsilonScore, nn.Module]:
+    """The purifier of a defence and copies of its networks, or a sentence that says why it cannot be tuned."""
+    purifier, classifier = model.purifier, model.classifier
+    if not isinstance(purifier, Purifier) or not isinstance(purifier.score, EpsilonScore):
+        raise InputError("Only a diffusion purifier whose score is a network that predicts noise can be tuned.")
+    if not isinstance(classifier, nn.Module):
+        raise InputError("A purifier is tuned to a classifier that is an nn.Module, as its gradient is needed.")
+    return purifier, copy.deepcopy(purifier.score), copy.deepcopy(classifier)
+
+
+def _stored(images: Any) -> Photos:
+    """Images in [0, 1] as 8-bit pixels, which is what a training keeps."""
+    return Photos(tuple(torch.as_tensor(as_images(images) * 255).round().clamp(0, 255).to(torch.uint8)))
+
+
+def _times(purifier: Purifier) -> tuple[float, float]:
+    t_star = getattr(purifier.sampler, "t_star", None)
+    if t_star is None:
+        raise InputError(f"{purifier.title} has no t*; say between which `times` images are diffused.")
+    return t_star / 2, min(1.0, 1.2 * t_star)
+
+
+def _side(shown: Photos, crop: int) -> int:
+    """The side of the squares: `crop`, or the shortest side of all images where that is shorter."""
+    return min(crop, *(min(image.shape[1:]) for image in shown.pixels))
+
+
+def _adversary(threat: AnyThreat | None) -> Adversary:
+    """One step, a quarter longer than the budget, from a random start."""
+    if threat is None:
+        return FAST_LINF  # nothing is attacked
+    given = threat_of(threat)
+    return Adversary(threat=given, iterations=1, step_size=1.25 * given.eps)
