@@ -29,7 +29,7 @@ from diffpure.purifiers.diffusion import Purifier
 from diffpure.purify import Defense
 from diffpure.threats import AnyThreat, threat_of
 from diffpure.training.adversarial import FAST_LINF, Adversary
-from diffpure.training.purifier import PurifierConfig, train_purifier
+from diffpure.training.purifier import PHOTOGRAPHS, PurifierConfig, train_purifier
 from diffpure.validate import as_images
 
 
@@ -60,12 +60,12 @@ def tune(
     purifier, score, classifier = _parts(model)
     shown = photos.read(images) if isinstance(images, str | Path) else _stored(images)
     low, high = times or _times(purifier)
-    config = PurifierConfig(
-        learn="score", labels="classifier", examples=examples, batch=min(batch, len(shown)), rate=rate,
-        decay=0.99, t_min=low, t_max=high, seed=seed, threads=threads, precision=precision, crop=_side(shown, crop),
-        adversary=_adversary(threat), attacked=0.0 if threat is None else 1.0, clean=1.0 if threat is None else 0.0,
-        same_noise=False,
-    )  # fmt: skip
+    chosen = {
+        "examples": examples, "batch": min(batch, len(shown)), "rate": rate, "t_min": low, "t_max": high, "seed": seed,
+        "threads": threads, "precision": precision, "crop": _side(shown, crop), "adversary": _adversary(threat),
+        "attacked": 0.0 if threat is None else 1.0, "clean": 1.0 if threat is None else 0.0, "same_noise": False,
+    }  # fmt: skip
+    config = PurifierConfig(**{**PHOTOGRAPHS, **chosen})
     console = Console(stderr=True) if progress else None
     state, _ = train_purifier(score, classifier, shown, config, folder=Path(out) if out else None, console=console)
     score.load_state_dict(state)

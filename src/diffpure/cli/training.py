@@ -124,8 +124,10 @@ def purifier(
     learn: Annotated[
         str | None, typer.Option(help="both, score or classifier; both by default, score for photographs.")
     ] = None,
-    examples: Annotated[int | None, typer.Option(min=1, help="Images to see in all; 64,000 by default.")] = None,
-    batch: Batch = None,
+    examples: Annotated[
+        int | None, typer.Option(min=1, help="Images to see in all; 64,000, or 1,600 photographs.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Images a step; 64, or 8 photographs.")] = None,
     rate: Annotated[float | None, typer.Option(help="Learning rate of the score; 3e-4.")] = None,
     classifier_rate: Annotated[float | None, typer.Option(help="That of the classifier; 1e-4.")] = None,
     decay: Annotated[float | None, typer.Option(help="Of the moving average of the weights.")] = None,
@@ -144,7 +146,7 @@ def purifier(
         str | None, typer.Option(help="given, or classifier: its own of clean images, as for photographs.")
     ] = None,
     crop: Annotated[int | None, typer.Option(min=1, help="Side of the squares of photographs: 224.")] = None,
-    watched: Annotated[int | None, typer.Option(min=1, help="Images to watch it on: 64.")] = None,
+    watched: Annotated[int | None, typer.Option(min=1, help="Images to watch it on; 64, or 8 photographs.")] = None,
     seed: Seed = None,
     data: Annotated[
         Path | None, typer.Option(help="CIFAR-10 (the cache by default); photographs for a score of any size.")
@@ -159,7 +161,7 @@ def purifier(
     from diffpure.classifiers.load import load_classifier
     from diffpure.data import cifar10
     from diffpure.scores.load import load_score
-    from diffpure.training.purifier import PurifierConfig
+    from diffpure.training.purifier import PHOTOGRAPHS, PurifierConfig
     from diffpure.training.recipes import harden, photographs
 
     if iterations == 1 and step_size is None:
@@ -173,8 +175,7 @@ def purifier(
     }  # fmt: skip
     networks = load_score(score, like=score_like), load_classifier(classifier, like=classifier_like)
     of_photographs = networks[0].size is None
-    unlabelled = {"learn": "score", "labels": "classifier"} if of_photographs else {}
-    config = PurifierConfig(**{**unlabelled, **_given(changes)})
+    config = PurifierConfig(**{**(PHOTOGRAPHS if of_photographs else {}), **_given(changes)})
     images = photographs(data) if of_photographs else cifar10.load("train", data)
     for name, model in harden(*networks, images, config, out, console).items():
         _export(name, model, out)

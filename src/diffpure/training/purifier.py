@@ -11,11 +11,11 @@ better than those of a small batch, and a purifier is the same function in train
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 from rich.console import Console
@@ -39,6 +39,9 @@ from diffpure.training.score import WEIGHTINGS, shown, spread
 
 LEARN: Final = ("both", "score", "classifier")
 LABELS: Final = ("given", "classifier")
+PHOTOGRAPHS: Final[Mapping[str, Any]] = {  # what a purifier of photographs is trained with, if nothing else is said
+    "learn": "score", "labels": "classifier", "examples": 1600, "batch": 8, "decay": 0.99, "watched": 8
+}  # fmt: skip
 STEPS: Final = 5  # of the attack on the validation images of a checkpoint
 
 
