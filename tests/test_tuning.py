@@ -10,16 +10,19 @@ from torch import Tensor, nn
 
 import diffpure as dp
 from diffpure.errors import InputError
+from diffpure.scores.photos import PhotoUNet
+from diffpure.scores.small import SmallUNet
 from problems import TinyUNet
 
 X = torch.rand(24, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-def defense(sampler: object = "one-shot") -> dp.Defense:
+def defense(sampler: object = "one-shot", score: nn.Module | None = None) -> dp.Defense:
     torch.manual_seed(0)
-    classifier = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(192, 4)).eval()
-    classifier[2].weight.data *= 20
-    return dp.Defense(dp.Purifier(TinyUNet(8), sampler), classifier)
+    layers = (nn.AdaptiveAvgPool2d(8), nn.Flatten(), nn.Dropout(0.5), nn.Linear(192, 4))
+    classifier = nn.Sequential(*layers).eval()
+    classifier[3].weight.data *= 20
+    return dp.Defense(dp.Purifier(score or TinyUNet(8), sampler), classifier)
 
 
 def disagreement(model: dp.Defense, images: Tensor = X) -> float:
@@ -58,10 +61,14 @@ def test_the_sampler_and_the_vote_stay():
 
 
 def test_a_folder_of_photographs_of_any_sizes(tmp_path):
-    for i, size in enumerate(((20, 14), (9, 31), (16, 16))):
+    for i, size in enumerate(((20, 14), (9, 31), (1, 1))):
         Image.new("RGB", size, (80 * i, 120, 30)).save(tmp_path / f"{i}.png")
-    tuned = dp.tune(defense(), tmp_path, crop=8, examples=9, precision="float32", threads=1)
-    assert not same(weights(tuned.purifier.score), weights(defense().purifier.score))
+    torch.manual_seed(0)
+    model = defense(score=PhotoUNet(widths=(8, 8), blocks=(1, 1), embedding=8))
+    tuned = dp.tune(model, tmp_path, examples=9, precision="float32", threads=1)
+    assert not same(weights(tuned.purifier.score), weights(model.purifier.score))
+    with pytest.raises(InputError, match="made for images of 8×8 pixels"):
+        dp.tune(defense(score=SmallUNet(widths=(8, 16), embedding=16, size=8)), tmp_path, examples=9)
 
 
 def test_a_call_that_was_stopped_goes_on_in_its_folder(tmp_path):

@@ -60,10 +60,11 @@ def tune(
     purifier, score, classifier = _parts(model)
     shown = photos.read(images) if isinstance(images, str | Path) else _stored(images)
     low, high = times or _times(purifier)
+    attacked = threat is not None
     chosen = {
         "examples": examples, "batch": min(batch, len(shown)), "rate": rate, "t_min": low, "t_max": high, "seed": seed,
-        "threads": threads, "precision": precision, "crop": _side(shown, crop), "adversary": _adversary(threat),
-        "attacked": 0.0 if threat is None else 1.0, "clean": 1.0 if threat is None else 0.0, "same_noise": False,
+        "threads": threads, "precision": precision, "crop": _side(shown, score.size, crop), "same_noise": False,
+        "adversary": _adversary(threat), "attacked": float(attacked), "clean": float(not attacked),
     }  # fmt: skip
     config = PurifierConfig(**{**PHOTOGRAPHS, **chosen})
     console = Console(stderr=True) if progress else None
@@ -94,9 +95,14 @@ def _times(purifier: Purifier) -> tuple[float, float]:
     return t_star / 2, min(1.0, 1.2 * t_star)
 
 
-def _side(shown: Photos, crop: int) -> int:
-    """The side of the squares: `crop`, or the shortest side of all images where that is shorter."""
-    return min(crop, *(min(image.shape[1:]) for image in shown.pixels))
+def _side(shown: Photos, size: int | None, crop: int) -> int:
+    """The side of the squares: that of the score and so of the images, or `crop`, or less where all are smaller."""
+    sides = [image.shape[1:] for image in shown.pixels]
+    if size is None:
+        return min(crop, max(min(side) for side in sides))  # smaller images are continued by their reflections
+    if any(tuple(side) != (size, size) for side in sides):
+        raise InputError(f"This score was made for images of {size}×{size} pixels; tune it with images of that size.")
+    return size
 
 
 def _adversary(threat: AnyThreat | None) -> Adversary:
