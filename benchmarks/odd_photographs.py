@@ -5,8 +5,8 @@
 
 The cat is Chelsea (CC0, by Stéfan van der Walt), the astronaut is Eileen Collins (public domain, by NASA). With
 `--picture FILE` alone, before and after of the cup of coffee (CC0, by Rachel Michetti) are drawn instead: the
-photograph, attacked (PGD-20 on EfficientNet-Lite0, ℓ∞ 4/255, seed 0), and purified by photos-small (OneShot,
-t* = 0.05, seed 0), each with its class.
+photograph, attacked (PGD-20 on EfficientNet-Lite0, ℓ∞ 4/255, seed 0), and purified (OneShot, t* = 0.08, seed 0) by
+photos-small and by photos-small-lite0, which is tuned to that classifier, each with its class.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ def picture(file: Path) -> None:
     x = to_tensor(prepare(Image.fromarray(data.coffee())))[None]
     classifier, threat = dp.load_classifier("efficientnet_lite_pytorch:efficientnet-lite0"), dp.Linf(4 / 255)
     attacked = threat.apply(x, dp.PGD(iterations=20)(classifier, x, classifier(x).argmax(1), threat, seeds=[0]))
-    purified = dp.Purifier(dp.load_score("photos-small"), dp.OneShot(t_star=0.05))(attacked, [0])
-    figure, axes = pyplot.subplots(1, 3, figsize=(9, 3.5), layout="constrained")
-    for axis, (title, image) in zip(
-        axes, {"photograph": x, "attacked": attacked, "purified": purified}.items(), strict=True
-    ):
+    shown = {"photograph": x, "attacked": attacked}
+    for title, name in {"purified": "photos-small", "tuned": "photos-small-lite0"}.items():
+        shown[title] = dp.Purifier(dp.load_score(name), dp.OneShot(t_star=0.08))(attacked, [0])
+    figure, axes = pyplot.subplots(1, 4, figsize=(12, 3.5), layout="constrained")
+    for axis, (title, image) in zip(axes, shown.items(), strict=True):
         with torch.no_grad():
             share, label = classifier(image).softmax(1)[0].max(0)
         axis.imshow(image[0].clamp(0, 1).permute(1, 2, 0).numpy())
