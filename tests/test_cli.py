@@ -83,6 +83,7 @@ def cheap_world(tmp_path, monkeypatch):
     monkeypatch.setattr(cifar10, "load", lambda *_: None)
     network = SimpleNamespace(data=b"a network", weights=b"", inputs=["x"])
     monkeypatch.setattr(make, "export_score", lambda *_: (SimpleNamespace(network=network), 0.0))
+    monkeypatch.setattr(recipes, "photographs", lambda _: None)
     monkeypatch.setattr(recipes, "follow", lambda *_, **__: classifier)
     monkeypatch.setattr(recipes, "harden", lambda *_: {"score": classifier, "classifier": classifier})
     monkeypatch.setattr(recipes, "export", lambda *_: {"file": "x", "sha256": "0"})

@@ -359,7 +359,7 @@ def test_the_command_trains_and_writes_files_that_load(command, tmp_path):
         {},
         {"learn": "classifier", "attacked": 0.5, "clean": 0.25, "denoising": 2.0, "classifier_rate": 1e-5},
         {"objective": "rank", "learn": "score", "rate": 1e-3, "decay": 0.9, "t_min": 0.01, "t_max": 0.2, "seed": 3},
-        {"learn": "score", "labels": "classifier", "crop": 96, "watched": 8},
+        {"learn": "score", "labels": "classifier", "crop": 96},
     ],
     ids=["defaults", "classifier", "rank", "labels"],
 )
@@ -400,7 +400,7 @@ def test_the_command_tunes_a_score_of_any_size_on_photographs(tmp_path, monkeypa
     for i in range(5):
         Image.new("RGB", (40, 36), (40 * i, 90, 200)).save(folder / f"{i}.png")
     words = f"train purifier --score photos-small --data {folder} --crop 32"
-    words += f" --attacked 0 --clean 1 --examples 3 --batch 3 --watched 1 --threads 1 --out {tmp_path / 'tuned'}"
+    words += f" --attacked 0 --clean 1 --examples 3 --batch 3 --threads 1 --out {tmp_path / 'tuned'}"
     found = CliRunner().invoke(cli.app, words.split(), catch_exceptions=False)
     assert found.exit_code == 0
     dp.load_score(tmp_path / "tuned/score.safetensors", like="photos-small")

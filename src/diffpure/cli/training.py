@@ -120,13 +120,9 @@ def purifier(
     score_like: Annotated[str | None, typer.Option(help="The model that its file is read as.")] = None,
     classifier: Annotated[str, typer.Option(help="A name or a file.")] = "cifar10-resnet-at",
     classifier_like: Annotated[str | None, typer.Option(help="The model that its file is read as.")] = None,
-    objective: Annotated[str | None, typer.Option(help="classifier (default), bridge or rank.")] = None,
-    learn: Annotated[
-        str | None, typer.Option(help="both, score or classifier; both by default, score for photographs.")
-    ] = None,
-    examples: Annotated[
-        int | None, typer.Option(min=1, help="Images to see in all; 64,000, or 1,600 photographs.")
-    ] = None,
+    objective: Annotated[str | None, typer.Option(help="classifier, bridge (ADBM) or rank (ADDT).")] = None,
+    learn: Annotated[str | None, typer.Option(help="both, score (photographs) or classifier.")] = None,
+    examples: Annotated[int | None, typer.Option(min=1, help="In all; 64,000 images or 1,600 photographs.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Images a step; 64, or 8 photographs.")] = None,
     rate: Annotated[float | None, typer.Option(help="Learning rate of the score; 3e-4.")] = None,
     classifier_rate: Annotated[float | None, typer.Option(help="That of the classifier; 1e-4.")] = None,
@@ -142,21 +138,13 @@ def purifier(
     step_size: Annotated[str | None, typer.Option(help="1.25 eps for one, else 2.5 eps / iterations.")] = None,
     fresh_noise: Annotated[bool, typer.Option("--fresh-noise", help="The attack does not know the noise.")] = False,
     precision: Precision = None,
-    labels: Annotated[
-        str | None, typer.Option(help="given, or classifier: its own of clean images, as for photographs.")
-    ] = None,
+    labels: Annotated[str | None, typer.Option(help="given, or classifier: its own (photographs).")] = None,
     crop: Annotated[int | None, typer.Option(min=1, help="Side of the squares of photographs: 224.")] = None,
-    watched: Annotated[int | None, typer.Option(min=1, help="Images to watch it on; 64, or 8 photographs.")] = None,
     seed: Seed = None,
-    data: Annotated[
-        Path | None, typer.Option(help="CIFAR-10 (the cache by default); photographs for a score of any size.")
-    ] = None,
+    data: Annotated[Path | None, typer.Option(help="CIFAR-10, the cache by default; photographs.")] = None,
     threads: Threads = None,
 ) -> None:
-    """Train a score against attacks that go through it, and the classifier behind it, or one alone.
-
-    classifier: its loss on attacked, purified images; bridge (ADBM), rank (ADDT): the score alone.
-    """
+    """Train a score against attacks that go through it, and the classifier behind it, or one alone."""
     use_threads(threads)
     from diffpure.classifiers.load import load_classifier
     from diffpure.data import cifar10
@@ -170,7 +158,7 @@ def purifier(
         "objective": objective, "learn": learn, "examples": examples, "batch": batch, "rate": rate, "decay": decay,
         "classifier_rate": classifier_rate, "t_min": t_min, "t_max": t_max, "attacked": attacked, "clean": clean,
         "denoising": denoising, "same_noise": not fresh_noise, "precision": precision, "seed": seed, "threads": threads,
-        "labels": labels, "crop": crop, "watched": watched,
+        "labels": labels, "crop": crop,
         "adversary": _adversary("pgd", norm, eps, iterations, step_size, None),
     }  # fmt: skip
     networks = load_score(score, like=score_like), load_classifier(classifier, like=classifier_like)
