@@ -85,7 +85,7 @@ def _parts(model: Defense) -> tuple[Purifier, EpsilonScore, nn.Module]:
 
 def _stored(images: Any) -> Photos:
     """Images in [0, 1] as 8-bit pixels, which is what a training keeps."""
-    return Photos(tuple(torch.as_tensor(as_images(images) * 255).round().clamp(0, 255).to(torch.uint8)))
+    return Photos(tuple((as_images(images) * 255).round().clamp(0, 255).to(torch.uint8)))
 
 
 def _times(purifier: Purifier) -> tuple[float, float]:
