@@ -1,14 +1,15 @@
 """What purification keeps of photographs and brings back after an attack: top-1 accuracy of a classifier on ImageNet.
 
-    python benchmarks/photographs.py FOLDER [--images 500] [--samplers one-shot ddim few-step] [--draws 1]
+    python benchmarks/photographs.py FOLDER [--images 500] [--skip 0] [--samplers one-shot ddim few-step] [--draws 1]
         [--recalibrate FOLDER] [--minutes 40] [--threads 2] [--out runs/photographs]
 
 FOLDER holds validation images of ImageNet in any layout that the source `imagenet` reads. A random choice of them, the
-same every time, is cropped to 224 × 224 and attacked once, PGD-20 on the undefended classifier, ℓ∞ 4/255; the same
-perturbations are then given to every purifier (a transfer attack: it does not know of the purification, so what is
-printed is no robustness against an attacker who does). Purifiers: photos-small with OneShot, DDIM in 5 steps and
-FewStep in 5 steps (1, 5 and 11 network calls per image) at every t*; with `--draws N` the average of N draws decides,
-and with `--recalibrate FOLDER` the classifier is recalibrated on 200 images of that folder (`dp.recalibrate`).
+same every time (`--skip N`: what comes after the first N of it), is cropped to 224 × 224 and attacked once, PGD-20 on
+the undefended classifier, ℓ∞ 4/255; the same perturbations are then given to every purifier (a transfer attack: it does
+not know of the purification, so what is printed is no robustness against an attacker who does). Purifiers: photos-small
+with OneShot, DDIM in 5 steps and FewStep in 5 steps (1, 5 and 11 network calls per image) at every t*; with `--draws N`
+the average of N draws decides, and with `--recalibrate FOLDER` the classifier is recalibrated on 200 images of that
+folder (`dp.recalibrate`).
 
 A table of specs would attack again in every run, 20 gradients per image and purifier. Here images go in blocks through
 the attack and all purifiers: after every block each purifier has been measured on the same images, every finished piece
@@ -124,7 +125,8 @@ def measure(options: argparse.Namespace) -> list[Row]:
     score = dp.load_score(options.score, like=options.like)
     models = defences(score, classifier, options)
     data = imagenet.read(options.data)
-    chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))[: options.images].tolist()
+    chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(0)).tolist()
+    chosen = chosen[options.skip : options.skip + options.images]
     threat, attack = dp.Linf(4 / 255), dp.PGD(iterations=options.iterations)
     header = {
         "score": identify(score), "classifier": identify(classifier), "threat": str(threat), "attack": attack.title,
@@ -137,7 +139,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
         if not missing:
             continue
         x, y = data.batch(indices)
-        file = options.out / f"perturbations-{start:05d}.safetensors"
+        file = options.out / f"perturbations-{options.skip + start:05d}.safetensors"
         if not file.is_file():
             z = attack(classifier, x, y, threat, seeds=[mix(index, 0) for index in indices])
             write_whole(file, save({"z": z.contiguous(), "indices": torch.tensor(indices)}))
@@ -175,6 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="folder of validation images of ImageNet")
     parser.add_argument("--images", type=int, default=500)
+    parser.add_argument("--skip", type=int, default=0, help="images of the random choice that come before")
     parser.add_argument("--block", type=int, default=25, help="images that go through everything together")
     parser.add_argument("--iterations", type=int, default=20, help="of the attack")
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=list(SAMPLERS))

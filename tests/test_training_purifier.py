@@ -77,15 +77,21 @@ def test_one_step_of_training_is_the_purification_that_is_deployed():
     assert torch.allclose(model(state, t), deployed, atol=1e-6)
 
 
-@pytest.mark.parametrize("same_noise", [True, False])
-def test_the_loss_of_a_linear_classifier_behind_a_gaussian_purifier(same_noise):
-    """Both are linear, so the attack's step, the logits and the denoised image are known in closed form."""
-    r, variance = rows(), 0.3
+@pytest.mark.parametrize("variance", [0.3, -0.001])
+@pytest.mark.parametrize("knows", training.KNOWS)
+def test_the_loss_of_a_linear_classifier_behind_a_gaussian_purifier(knows, variance):
+    """Both are linear, so the attack's step, the logits and the denoised image are known in closed form.
+
+    With a negative "variance" the purifier turns the image's sign, which only an attack through it knows.
+    """
+    r = rows()
     weight = torch.randn(2, r.x[0].numel(), generator=generator(1, 0))
     model = Guarded(Gaussian(variance), linear(weight))
-    config = PurifierConfig(denoising=0.5, clean=0.25, weighting="epsilon", same_noise=same_noise)
+    config = PurifierConfig(denoising=0.5, clean=0.25, weighting="epsilon", knows=knows)
 
     direction = (weight[1] - weight[0]) * (1 - 2 * r.y[:, None])  # the loss rises away from the label's row
+    if variance < 0 and knows != "classifier":
+        direction = -direction
     threat = FAST_LINF.threat
     start = threat.random(r.x, Noise(tuple(r.seeds.tolist())).child(0x57A27))
     z = threat.project(r.x, start + 10 / 255 * direction.sign().view_as(r.x))
@@ -296,11 +302,12 @@ def test_a_run_goes_on_with_its_own_networks_only(tmp_path):
         ({"objective": "clasifier"}, "did you mean 'classifier'"),
         ({"learn": "all"}, "part to learn"),
         ({"labels": "mine"}, "kind of labels"),
+        ({"knows": "all"}, "knowledge of an attack"),
         ({"labels": "classifier"}, "learn is 'score'"),
         ({"crop": 0}, "are 1 or more"),
         ({"objective": "bridge"}, "trains the score alone"),
         ({"objective": "rank", "learn": "score", "clean": 1.0}, "clean belongs to the objective 'classifier'"),
-        ({"objective": "bridge", "learn": "score", "same_noise": False}, "same_noise belongs"),
+        ({"objective": "bridge", "learn": "score", "knows": "purifier"}, "knows belongs"),
         ({"weighting": "edn"}, "weighting"),
         ({"t_min": 0}, "0 < t_min"),
         ({"t_min": 0.2}, "t_min <= t_max"),
@@ -370,10 +377,10 @@ def test_the_options_of_the_command_reach_the_training(configured, options):
 
 
 def test_the_attack_of_the_command_is_that_of_its_options(configured):
-    words = ["--norm", "l2", "--eps", "0.5", "--iterations", "2", "--fresh-noise"]
+    words = ["--norm", "l2", "--eps", "0.5", "--iterations", "2", "--knows", "purifier"]
     config = configured(*words)
     assert config.adversary == Adversary(threat=L2(0.5), iterations=2)
-    assert not config.same_noise
+    assert config.knows == "purifier"
 
 
 @pytest.mark.parametrize(

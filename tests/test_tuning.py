@@ -39,11 +39,11 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("threat", [None, "linf 4/255"])
-def test_the_purified_image_comes_nearer_to_what_the_clean_one_says(threat):
+@pytest.mark.parametrize("attack", [{}, {"threat": "linf 4/255"}, {"threat": "l2 0.2", "transferred": True}])
+def test_the_purified_image_comes_nearer_to_what_the_clean_one_says(attack):
     model = defense()
     before, trainable = weights(model), [p.requires_grad for p in model.parameters()]
-    tuned = dp.tune(model, X, threat=threat, examples=960, rate=1e-2, precision="float32", threads=1)
+    tuned = dp.tune(model, X, **attack, examples=960, rate=1e-2, precision="float32", threads=1)
     assert disagreement(tuned) < 0.9 * disagreement(model)
     assert same(before, weights(model))
     assert trainable == [p.requires_grad for p in model.parameters()]
@@ -98,3 +98,8 @@ def test_images_are_checked_at_the_door():
     for wrong in (X * 255, X[0], "nowhere"):
         with pytest.raises(InputError):
             dp.tune(defense(), wrong, examples=1)
+
+
+def test_a_transferred_attack_needs_a_threat():
+    with pytest.raises(InputError, match="needs a threat"):
+        dp.tune(defense(), X, transferred=True, examples=1)

@@ -136,7 +136,7 @@ def purifier(
     eps: Annotated[str, typer.Option(help="Its budget in [0, 1].")] = "8/255",
     iterations: Annotated[int, typer.Option(min=1, help="Its moves, a gradient each.")] = 1,
     step_size: Annotated[str | None, typer.Option(help="1.25 eps for one, else 2.5 eps / iterations.")] = None,
-    fresh_noise: Annotated[bool, typer.Option("--fresh-noise", help="The attack does not know the noise.")] = False,
+    knows: Annotated[str | None, typer.Option(help="noise, purifier or classifier (alone).")] = None,
     precision: Precision = None,
     labels: Annotated[str | None, typer.Option(help="given, or classifier: its own (photographs).")] = None,
     crop: Annotated[int | None, typer.Option(min=1, help="Side of the squares of photographs: 224.")] = None,
@@ -157,7 +157,7 @@ def purifier(
     changes: dict[str, Any] = {
         "objective": objective, "learn": learn, "examples": examples, "batch": batch, "rate": rate, "decay": decay,
         "classifier_rate": classifier_rate, "t_min": t_min, "t_max": t_max, "attacked": attacked, "clean": clean,
-        "denoising": denoising, "same_noise": not fresh_noise, "precision": precision, "seed": seed, "threads": threads,
+        "denoising": denoising, "knows": knows, "precision": precision, "seed": seed, "threads": threads,
         "labels": labels, "crop": crop,
         "adversary": _adversary("pgd", norm, eps, iterations, step_size, None),
     }  # fmt: skip

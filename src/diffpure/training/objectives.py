@@ -13,7 +13,8 @@ denoising score matching where nothing is attacked:
     bridge       x_t + 2δ (1 - α(t))/√α(t) · α(t*)/(1 - α(t*)):  w(t) |ε̂(x_t, t) - ε*|² at all t below t*
     rank         ε = √(1 - γ²) z + γ g, γ = min(0.03/σ(t), 0.3): the same
 
-"classifier" is adversarial training of the defence; it can see clean images, too. "bridge" (ADBM: Li et al. 2025) leads
+"classifier" is adversarial training of the defence; it can see clean images, too, and its attack can be one on f alone,
+which knows of no purification. "bridge" (ADBM: Li et al. 2025) leads
 from the attacked image at t* to the clean one at 0. "rank" (ADDT: Liu et al. 2024) attacks with noise that is Gaussian
 in each channel: g has sorted Gaussian numbers in the order of the gradient of CE(f(P(x)), y), summed over iterations.
 """
@@ -114,9 +115,14 @@ def _classifier(model: Guarded, config: PurifierConfig, rows: Rows) -> Tensor:
 
     parts = []
     if config.attacked:
-        known = eps if config.same_noise else rows.noise(FRESH, eps)
-        attack = config.adversary.attacked
-        attacked = attack(lambda moved: F.cross_entropy(model(model.diffuse(moved, t, known), t), y), x, rows.seeds)
+        known = eps if config.knows == "noise" else rows.noise(FRESH, eps)
+
+        def answer(moved: Tensor) -> Tensor:
+            alone = config.knows == "classifier"
+            logits: Tensor = model.classifier(moved) if alone else model(model.diffuse(moved, t, known), t)
+            return logits
+
+        attacked = config.adversary.attacked(lambda moved: F.cross_entropy(answer(moved), y), x, rows.seeds)
         parts.append(config.attacked * of(attacked))
     if config.clean:
         parts.append(config.clean * of(x))

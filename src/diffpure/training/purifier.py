@@ -39,6 +39,7 @@ from diffpure.training.score import WEIGHTINGS, shown, spread
 
 LEARN: Final = ("both", "score", "classifier")
 LABELS: Final = ("given", "classifier")
+KNOWS: Final = ("noise", "purifier", "classifier")
 PHOTOGRAPHS: Final[Mapping[str, Any]] = {  # what a purifier of photographs is trained with, if nothing else is said
     "learn": "score", "labels": "classifier", "examples": 1600, "batch": 8, "decay": 0.99, "watched": 8
 }  # fmt: skip
@@ -61,7 +62,9 @@ class PurifierConfig:
     t_min: float = 0.02
     t_max: float = 0.1
     adversary: Adversary = FAST_LINF
-    same_noise: bool = True  # whether the attack knows the noise of the purification that the loss is computed on
+    knows: str = (
+        "noise"  # what the attack knows beside the classifier: the purifier and its noise, the first, or neither
+    )
     attacked: float = 1.0  # weight of the attacked images; without it nothing is attacked
     clean: float = 0.0  # weight of the clean images, which cost as much as the attacked ones without the attack
     denoising: float = 1.0  # weight of |ε̂ - ε*|² against the cross-entropy, which costs nothing
@@ -85,6 +88,8 @@ class PurifierConfig:
             raise unknown("part to learn", self.learn, LEARN)
         if self.objective != "classifier":
             self._check_denoiser()
+        if self.knows not in KNOWS:
+            raise unknown("knowledge of an attack", self.knows, KNOWS)
         if self.labels not in LABELS:
             raise unknown("kind of labels", self.labels, LABELS)
         if self.labels == "classifier" and self.learn != "score":
@@ -106,7 +111,7 @@ class PurifierConfig:
         """Refuse what an objective without a classifier's loss would pass over."""
         if self.learn != "score":
             raise InputError(f"The objective {self.objective!r} trains the score alone, so learn is 'score'.")
-        for name in ("same_noise", "attacked", "clean", "denoising", "smoothing"):
+        for name in ("knows", "attacked", "clean", "denoising", "smoothing"):
             if getattr(self, name) != getattr(type(self), name):
                 raise InputError(f"{name} belongs to the objective 'classifier', and {self.objective!r} has none.")
 
