@@ -1,15 +1,15 @@
 """What purification keeps of photographs and brings back after an attack: top-1 accuracy of a classifier on ImageNet.
 
-    python benchmarks/photographs.py FOLDER [--images 500] [--skip 0] [--samplers one-shot ddim few-step] [--draws 1]
-        [--recalibrate FOLDER] [--minutes 40] [--threads 2] [--out runs/photographs]
+    python benchmarks/photographs.py FOLDER [--images 500] [--skip 0] [--threat "linf 4/255"] [--draws 1]
+        [--samplers one-shot ddim few-step] [--recalibrate FOLDER] [--minutes 40] [--threads 2] [--out runs/photographs]
 
 FOLDER holds validation images of ImageNet in any layout that the source `imagenet` reads. A random choice of them, the
 same every time (`--skip N`: what comes after the first N of it), is cropped to 224 × 224 and attacked once, PGD-20 on
-the undefended classifier, ℓ∞ 4/255; the same perturbations are then given to every purifier (a transfer attack: it does
-not know of the purification, so what is printed is no robustness against an attacker who does). Purifiers: photos-small
-with OneShot, DDIM in 5 steps and FewStep in 5 steps (1, 5 and 11 network calls per image) at every t*; with `--draws N`
-the average of N draws decides, and with `--recalibrate FOLDER` the classifier is recalibrated on 200 images of that
-folder (`dp.recalibrate`).
+the undefended classifier, ℓ∞ 4/255 unless said; the same perturbations are then given to every purifier (a transfer
+attack: it does not know of the purification, so what is printed is no robustness against an attacker who does).
+Purifiers: photos-small with OneShot, DDIM in 5 steps and FewStep in 5 steps (1, 5 and 11 network calls per image) at
+every t*; with `--draws N` the average of N draws decides, and with `--recalibrate FOLDER` the classifier is recalibrated
+on 200 images of that folder (`dp.recalibrate`).
 
 A table of specs would attack again in every run, 20 gradients per image and purifier. Here images go in blocks through
 the attack and all purifiers: after every block each purifier has been measured on the same images, every finished piece
@@ -39,6 +39,7 @@ from diffpure.errors import InputError
 from diffpure.models.identity import identify
 from diffpure.noise import mix
 from diffpure.results.rows import Rate
+from diffpure.threats import threat_of
 
 Model = nn.Module
 Row = dict[str, Any]
@@ -127,7 +128,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
     data = imagenet.read(options.data)
     chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(0)).tolist()
     chosen = chosen[options.skip : options.skip + options.images]
-    threat, attack = dp.Linf(4 / 255), dp.PGD(iterations=options.iterations)
+    threat, attack = threat_of(options.threat), dp.PGD(iterations=options.iterations)
     header = {
         "score": identify(score), "classifier": identify(classifier), "threat": str(threat), "attack": attack.title,
         "available": len(data), "block": options.block,
@@ -179,6 +180,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=500)
     parser.add_argument("--skip", type=int, default=0, help="images of the random choice that come before")
     parser.add_argument("--block", type=int, default=25, help="images that go through everything together")
+    parser.add_argument("--threat", default="linf 4/255")
     parser.add_argument("--iterations", type=int, default=20, help="of the attack")
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=list(SAMPLERS))
     parser.add_argument("--t-stars", type=float, nargs="+", default=[0.02, 0.05, 0.1, 0.15])
@@ -193,8 +195,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows = measure(options)
-    text = "\n".join(["Accuracy [95 % interval]; transferred attack: PGD on the undefended classifier, ℓ∞ 4/255.", "",
-                      *table(rows)])  # fmt: skip
+    about = f"Accuracy [95 % interval]; transferred attack: PGD on the undefended classifier, {options.threat}."
+    text = "\n".join([about, "", *table(rows)])
     write_whole(options.out / "table.md", (text + "\n").encode())
     print(text)
 
