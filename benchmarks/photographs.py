@@ -8,8 +8,8 @@ same every time (`--skip N`: what comes after the first N of it), is cropped to 
 the undefended classifier, ℓ∞ 4/255 unless said; the same perturbations are then given to every purifier (a transfer
 attack: it does not know of the purification, so what is printed is no robustness against an attacker who does).
 Purifiers: photos-small with OneShot, DDIM in 5 steps and FewStep in 5 steps (1, 5 and 11 network calls per image) at
-every t*; with `--draws N` the average of N draws decides, and with `--recalibrate FOLDER` the classifier is recalibrated
-on 200 images of that folder (`dp.recalibrate`).
+every t*; with `--draws N` the average of N draws decides, and with `--recalibrate FOLDER` the classifier is
+recalibrated on 200 images of that folder (`dp.recalibrate`).
 
 A table of specs would attack again in every run, 20 gradients per image and purifier. Here images go in blocks through
 the attack and all purifiers: after every block each purifier has been measured on the same images, every finished piece
