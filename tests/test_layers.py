@@ -24,6 +24,7 @@ LAYERS = (
     "classifiers",
     "vote",
     "purify",
+    "views",
     "purifiers",
     "recalibrate",
     "exporting",

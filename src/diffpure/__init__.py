@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from diffpure.threats import Perceptual as Perceptual
     from diffpure.tuning import tune as tune
     from diffpure.verification.revive import verify as verify
+    from diffpure.views import FlipAverage as FlipAverage
 
 _HOMES = {
     "diffpure.advice": (
@@ -169,6 +170,7 @@ _HOMES = {
     ),
     "diffpure.experiments.load": ("load_defense",),
     "diffpure.noise": ("Noise",),
+    "diffpure.views": ("FlipAverage",),
     "diffpure.threats": (
         "Flow",
         "L2",

@@ -36,6 +36,7 @@ from diffpure.results.result import Result
 from diffpure.scores.load import load_score
 from diffpure.verification.verify import Verification, verify
 from diffpure.verification.withheld import read_withheld
+from diffpure.views import FlipAverage
 
 
 @final
@@ -54,6 +55,8 @@ class Loader:
     def model(self, spec: ModelSpec) -> nn.Module:
         """The undefended classifier, or the defence that purifies before it."""
         classifier = load_classifier(**self._arguments(spec.classifier))
+        if spec.flip:
+            classifier = FlipAverage(classifier)
         if not spec.defended:
             return classifier.to(self.device)
         return Defense(self._purifier(spec), classifier, draws=spec.draws, rule=spec.rule).to(self.device)

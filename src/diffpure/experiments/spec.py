@@ -92,6 +92,7 @@ class ModelSpec:
     gradient: the mode for attacks that name none.   rounds: purify that many times in a row.
     draws: purify each image so often, each time with noise of its own, and let the draws decide together.
     rule: the "average" of the probabilities of the draws, or the "majority" of their classes.
+    flip: whether the classifier sees each image also flipped horizontally, and averages the probabilities.
     """
 
     classifier: str | Table | Reference
@@ -102,6 +103,7 @@ class ModelSpec:
     rounds: int = 1
     draws: int = 1
     rule: VoteRule = "average"
+    flip: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "classifier", Reference.of(self.classifier, "classifier"))
