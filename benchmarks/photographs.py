@@ -1,15 +1,17 @@
 """What purification keeps of photographs and brings back after an attack: top-1 accuracy of a classifier on ImageNet.
 
-    python benchmarks/photographs.py FOLDER [--images 500] [--skip 0] [--threat "linf 4/255"] [--draws 1] [--flip]
-        [--samplers one-shot ddim few-step] [--recalibrate FOLDER] [--minutes 40] [--threads 2] [--out runs/photographs]
+    python benchmarks/photographs.py FOLDER [--images 500] [--skip 0] [--threat "linf 4/255"] [--draws 1]
+        [--views one both] [--samplers one-shot ddim few-step] [--recalibrate FOLDER] [--minutes 40] [--threads 2]
+        [--out runs/photographs]
 
 FOLDER holds validation images of ImageNet in any layout that the source `imagenet` reads. A random choice of them, the
 same every time (`--skip N`: what comes after the first N of it), is cropped to 224 × 224 and attacked once, PGD-20 on
 the undefended classifier, ℓ∞ 4/255 unless said; the same perturbations are then given to every purifier (a transfer
 attack: it does not know of the purification, so what is printed is no robustness against an attacker who does).
 Purifiers: photos-small with OneShot, DDIM in 5 steps and FewStep in 5 steps (1, 5 and 11 network calls per image) at
-every t*; with `--draws N` the average of N draws decides, with `--flip` everything is measured with `dp.FlipAverage`,
-too, and with `--recalibrate FOLDER` the classifier is recalibrated on 200 images of that folder (`dp.recalibrate`).
+every t*; with `--draws N` the average of N draws decides, with `--views both` the classifier sees the horizontal flip
+of an image, too (`dp.FlipAverage`), and with `--recalibrate FOLDER` it is recalibrated on 200 images of that folder
+(`dp.recalibrate`).
 
 A table of specs would attack again in every run, 20 gradients per image and purifier. Here images go in blocks through
 the attack and all purifiers: after every block each purifier has been measured on the same images, every finished piece
@@ -44,6 +46,7 @@ from diffpure.threats import threat_of
 Model = nn.Module
 Row = dict[str, Any]
 BARE = "undefended"
+VIEWS = {"one": "", "both": ", with the flip"}
 SAMPLERS = {
     "one-shot": lambda t: dp.OneShot(t),
     "ddim": lambda t: dp.DDIM(t, steps=5),
@@ -53,11 +56,11 @@ SAMPLERS = {
 
 def defences(score: dp.ScoreModel, classifier: Model, options: argparse.Namespace) -> dict[str, Model]:
     """The undefended classifier and a defence for each number of draws, sampler and t*, cheapest first."""
-    views = {"": classifier} | ({", with the flip": dp.FlipAverage(classifier)} if options.flip else {})
-    found: dict[str, Model] = {BARE + view: seen for view, seen in views.items()}
-    for draws, name, t_star, view in product(sorted(options.draws), options.samplers, options.t_stars, views):
-        model = dp.Defense(dp.Purifier(score, SAMPLERS[name](t_star)), views[view], draws=draws)
-        title = model.purifier.title + (f", average of {draws} draws" if draws > 1 else "") + view
+    seen = {"one": classifier, "both": dp.FlipAverage(classifier)}
+    found: dict[str, Model] = {BARE + VIEWS[view]: seen[view] for view in options.views}
+    for draws, name, t_star, view in product(sorted(options.draws), options.samplers, options.t_stars, options.views):
+        model = dp.Defense(dp.Purifier(score, SAMPLERS[name](t_star)), seen[view], draws=draws)
+        title = model.purifier.title + (f", average of {draws} draws" if draws > 1 else "") + VIEWS[view]
         if options.recalibrate:
             found[f"{title}, recalibrated"] = Recalibrated(model, options.recalibrate)
         else:
@@ -186,7 +189,7 @@ def main() -> None:
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=list(SAMPLERS))
     parser.add_argument("--t-stars", type=float, nargs="+", default=[0.02, 0.05, 0.1, 0.15])
     parser.add_argument("--draws", type=int, nargs="+", default=[1], help="of the noise, whose average logits decide")
-    parser.add_argument("--flip", action="store_true", help="also let the classifier see each image flipped")
+    parser.add_argument("--views", nargs="+", choices=VIEWS, default=["one"], help="both: each image and its flip")
     parser.add_argument("--recalibrate", type=Path, help="folder of other images to recalibrate on")
     parser.add_argument("--score", default="photos-small")
     parser.add_argument("--like", help="the embedded model that a file is read as")

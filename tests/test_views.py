@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import diffpure as dp
-from diffpure.experiments.load import PLAIN
+from diffpure.experiments.load import PLAIN, run_folder, run_spec
+from diffpure.experiments.table import finished
 from diffpure.models.identity import identify
 from evaluations import Linear, spec_of
 from problems import images, tiny_classifier, tiny_unet
@@ -64,6 +65,12 @@ def test_a_spec_asks_for_it_and_other_specs_keep_their_names():
     assert isinstance(PLAIN.model(spec.model).classifier, dp.FlipAverage)
     alone = spec_of(model={"classifier": "cifar10-resnet", "flip": True})
     assert isinstance(PLAIN.model(alone.model), dp.FlipAverage)
+
+
+def test_a_finished_run_with_the_flip_is_found_again_by_a_table(tmp_path):
+    spec = spec_of(model={"classifier": "cifar10-resnet", "flip": True}, data={"images": "0-1"}, attacks=["pgd"]).tiny()
+    run_spec(spec, run_folder(spec, tmp_path))
+    assert finished(spec, tmp_path) is not None
 
 
 def test_what_is_no_classifier_is_refused():

@@ -51,6 +51,7 @@ from diffpure.named import construct, too_deep
 from diffpure.results.result import Result
 from diffpure.results.rows import CLEAN, MINIMUM, ROWS, WORST, Rate, Rule
 from diffpure.scores.load import load_score
+from diffpure.views import FlipAverage
 
 SMALL: Final = "small"  # the scale of the base itself
 
@@ -305,12 +306,14 @@ def _outdated(model: ModelSpec, result: Result) -> bool:
     named = [("score", model.score), ("classifier", model.classifier)]
     names = [(part, reference.name) for part, reference in named if isinstance(reference, Reference)]
     embedded = {name for name, about in cards().items() if about.embedded}
-    return any(name in embedded and made_with[part] != _identity(part, name) for part, name in names)
+    return any(name in embedded and made_with[part] != _identity(part, name, model.flip) for part, name in names)
 
 
 @functools.cache
-def _identity(part: str, name: str) -> str:
-    return identify(load_score(name) if part == "score" else load_classifier(name))
+def _identity(part: str, name: str, flip: bool) -> str:
+    if part == "score":
+        return identify(load_score(name))
+    return identify(FlipAverage(load_classifier(name)) if flip else load_classifier(name))
 
 
 def _entry_name(row: TableRow, point: Mapping[str, Any]) -> str:

@@ -217,7 +217,7 @@ class Bench:
         base, index = self.spec_of(choices), picture.index
         return EvaluationSpec(
             name="From the playground",
-            model=base.model if defended else ModelSpec(classifier=base.model.classifier),
+            model=base.model if defended else ModelSpec(classifier=base.model.classifier, flip=base.model.flip),
             data=base.data if index is None else replace(base.data, subset=None, images=str(index)),
             threat=choices.threat,
             attacks=(choices.attack_table(defended=defended),),
