@@ -3,8 +3,9 @@
     log p̄,      p̄ = ½ softmax f(x) + ½ softmax f(flip x)
 
 What is left of a perturbation after purification was made for one view, and the other meets it the wrong way round; so
-against attacks that know neither purifier nor views, the average is right more often than either view, for one more
-call of the classifier and none of the score. An attacker who knows of it differentiates through both: autograd does.
+against attacks that know neither purifier nor views, the average is right more often than the view that they were made
+for, at one more call of the classifier and none of the score. An attacker who knows of it differentiates through both:
+autograd does.
 """
 
 from __future__ import annotations
