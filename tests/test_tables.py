@@ -470,7 +470,7 @@ def test_the_page_shows_runs_once_they_are_finished(tmp_path: Path, monkeypatch:
     claimed = replace(shown, table=replace(tiny, source="Table 0", claims=(claim,)))
     assert "hold here?\n\n- Table 0: The claim that one step is weaker than two " in page([claimed], {})
     assert "hold here?" not in page([shown], {})
-    monkeypatch.setattr("diffpure.experiments.table._identity", lambda part, name: f"a {part} that was trained again")
+    monkeypatch.setattr("diffpure.experiments.table._identity", lambda *part: f"{part} that was trained again")
     assert show("mine", tiny, [tmp_path]).state == "not run"  # another classifier has that name now
 
 
