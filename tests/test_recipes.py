@@ -37,8 +37,8 @@ def test_every_recipe_trains_and_exports(name, tmp_path, monkeypatch):
     assert stored.keys() == model.state_dict().keys()
     for key, value in model.state_dict().items():
         assert torch.allclose(stored[key].float(), value.float(), rtol=1e-3, atol=1e-6)
-    assert card["parameters"] < 3_000_000
-    assert card["multiply_adds"] < 200_000_000
+    assert card["parameters"] < 4_000_000
+    assert card["multiply_adds"] < 500_000_000
 
 
 @pytest.fixture

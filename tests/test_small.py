@@ -14,7 +14,7 @@ from diffpure.errors import InputError
 from diffpure.models.cards import cards, local_file
 from diffpure.models.weights import pack
 from diffpure.scores.load import SCORES
-from diffpure.scores.small import SmallUNet
+from diffpure.scores.small import SmallUNet, widened
 from diffpure.threats import Linf
 from diffpure.training.cost import multiply_adds, parameters
 from problems import shaken
@@ -89,6 +89,29 @@ def test_unet_refuses_what_it_cannot_divide():
         SmallUNet(widths=(16,))
     with pytest.raises(InputError, match="size"):
         SmallUNet(widths=(16, 16, 16), size=22)
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_wider_unet_begins_as_the_narrow_one(times):
+    narrow = shaken(SmallUNet(widths=(16, 64, 24), embedding=16))
+    wide = widened(narrow, times)
+    x, t = 2 * X - 1, torch.tensor([0.05, 0.2], dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.allclose(wide(x, t), narrow(x, t), rtol=1e-3, atol=1e-3)
+    assert wide.widths == tuple(times * width for width in (16, 64, 24))
+
+
+def test_copies_of_a_channel_learn_different_things():
+    wide = widened(shaken(SmallUNet(widths=(16, 24), embedding=16)))
+    wide.epsilon(2 * X - 1, torch.tensor([0.05, 0.2], dtype=torch.float64)).square().mean().backward()
+    for layer in (wide.door, wide.down[0].conv1, wide.grow[0], wide.attention.qkv):
+        first, second = layer.weight.grad.chunk(2)
+        assert not torch.allclose(first, second, rtol=0.01)
+
+
+def test_a_unet_is_not_widened_to_nothing():
+    with pytest.raises(InputError, match="once as wide"):
+        widened(SmallUNet(widths=(16, 24), embedding=16), 0)
 
 
 def test_the_denoised_image_tends_to_the_image_as_t_tends_to_zero():

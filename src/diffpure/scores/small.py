@@ -24,6 +24,7 @@ from diffpure.errors import InputError
 from diffpure.scores.preconditioned import LevelEmbedding, PreconditionedScore, zero
 
 _GROUP: Final = 8  # channels normalised together
+_PARTS: Final = {"level": 2, "qkv": 3}  # layers whose outputs are several things of as many channels each
 
 
 @final
@@ -43,6 +44,7 @@ class SmallUNet(PreconditionedScore):
             raise InputError(
                 f"Two widths or more are multiples of {_GROUP}, and the size can be halved from each to the next."
             )
+        self.widths, self.embedding = tuple(widths), embedding
         first, last = widths[0], widths[-1]
         pairs = list(pairwise(widths))
         self.embed = LevelEmbedding(embedding)
@@ -75,6 +77,34 @@ class SmallUNet(PreconditionedScore):
             h = self.up[depth](h, level)
         out: Tensor = self.exit(F.silu(self.norm(h)))
         return out
+
+
+def widened(model: SmallUNet, times: int = 2) -> SmallUNet:
+    """A network with `times` as many channels that computes what `model` does, for a training to go on from.
+
+    Each channel stands `times` times (Chen et al., "Net2Net", 2016), and a weight is divided among the copies of its
+    input by random shares, so that the copies learn different things.
+    """
+    if times < 1:
+        raise InputError(f"A network becomes at least once as wide, got {times}.")
+    assert model.size is not None
+    assert model.channels is not None
+    wide = SmallUNet([times * width for width in model.widths], model.embedding, model.channels, model.size, model.sde)
+    state = model.state_dict()
+    grown = {name: _copied(name, state[name], like, times) for name, like in wide.state_dict().items()}
+    wide.load_state_dict(grown)
+    return wide
+
+
+def _copied(name: str, weight: Tensor, like: Tensor, times: int) -> Tensor:
+    """The weight of a wider network, of the shape of `like`."""
+    if weight.shape[0] != like.shape[0]:
+        parts = weight.chunk(_PARTS.get(name.split(".")[-2], 1))
+        weight = torch.cat([part for part in parts for _ in range(times)])
+    if weight.ndim > 1 and weight.shape[1] != like.shape[1]:
+        shares = torch.rand(times, *weight.shape) + 0.5
+        weight = torch.cat(list(weight * shares / shares.sum(0)), 1)
+    return weight
 
 
 class _Block(nn.Module):

@@ -27,8 +27,9 @@ from diffpure.diffusion.score import EpsilonScore, ScoreModel
 from diffpure.errors import InputError, unknown
 from diffpure.models.cards import card, local_file
 from diffpure.models.weights import pack
+from diffpure.scores.load import load_score
 from diffpure.scores.photos import PhotoUNet
-from diffpure.scores.small import SmallUNet
+from diffpure.scores.small import SmallUNet, widened
 from diffpure.training.adversarial import FAST_LINF
 from diffpure.training.classifier import ClassifierConfig, train_classifier
 from diffpure.training.cost import multiply_adds, parameters
@@ -131,6 +132,13 @@ def photographs(path: Path | None) -> Photos:
     return photos.read(path)
 
 
+def _wider(name: str) -> SmallUNet:
+    """A network twice as wide as an embedded score, which begins as that one."""
+    known = load_score(name)
+    assert isinstance(known, SmallUNet)
+    return widened(known)
+
+
 def _shipped(name: str) -> nn.Module:
     """An embedded classifier to go on from: adversarial training from trained weights needs half the epochs."""
     about = card(name, "classifier")
@@ -139,6 +147,10 @@ def _shipped(name: str) -> nn.Module:
 
 RECIPES: Final[dict[str, Recipe]] = {
     "cifar10-small": Recipe(lambda _: SmallUNet(), ScoreConfig()),
+    "cifar10-base": Recipe(
+        lambda _: _wider("cifar10-small"),
+        ScoreConfig(optimiser="muon", rate=4e-3, examples=160_000),
+    ),
     "photos-small": Recipe(
         lambda _: PhotoUNet(),
         ScoreConfig(
