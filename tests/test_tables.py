@@ -36,6 +36,9 @@ EXPECTED = {
     "table5a", "table5b", "t-star", "eot", "combination", "step-size", "pictures", "steps", "langevin",
 }  # fmt: skip
 
+OTHERS = [file for name, file in shipped_tables().items() if name not in PAPER]
+OTHERS += sorted((Path(__file__).parents[1] / "benchmarks").glob("*.toml"))
+
 
 def entry_named(name: str, row: str, scale: str = SMALL) -> Entry:
     """The first entry of a row of a table of the paper."""
@@ -72,6 +75,15 @@ def test_every_file_expands_at_both_scales_and_its_claims_name_rows(name: str) -
             assert spec.tiny().data.images == "0-1"
     for claim in table.claims:
         assert {claim.better, *claim.worse} <= known, claim
+
+
+@pytest.mark.parametrize("file", OTHERS, ids=lambda file: file.stem)
+def test_tables_of_this_package_expand_to_different_runs(file: Path) -> None:
+    table = Table.read(file)
+    specs = [entry.spec for entry in table.entries()]
+    assert len({spec.hash for spec in specs}) == len(specs)
+    assert all(EvaluationSpec.of(json.loads(json.dumps(spec.plain()))).hash == spec.hash for spec in specs)
+    assert all(spec.tiny().data.images == "0-1" for spec in specs)
 
 
 @pytest.mark.parametrize("name", list(PAPER))
