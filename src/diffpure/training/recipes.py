@@ -1,4 +1,5 @@
-"""How the models inside the package are made: one recipe per model, which is the whole command of its card.
+"""How the models inside the package are made: one recipe per model, which is the whole command of its card, and
+`cifar10-base`, a larger score that is not inside.
 
 `follow` builds the network from the seed, trains it on CIFAR-10's training set or on photographs and returns it with
 its averaged weights; a run that was killed goes on when the same recipe is followed in the same folder. `harden` trains
