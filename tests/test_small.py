@@ -98,7 +98,7 @@ def test_a_wider_unet_begins_as_the_narrow_one(times):
     x, t = 2 * X - 1, torch.tensor([0.05, 0.2], dtype=torch.float64)
     with torch.no_grad():
         assert torch.allclose(wide(x, t), narrow(x, t), rtol=1e-3, atol=1e-3)
-    assert wide.widths == tuple(times * width for width in (16, 64, 24))
+    assert [len(wide.door.weight), *(len(shrink.weight) for shrink in wide.shrink)] == [times * n for n in (16, 64, 24)]
 
 
 def test_copies_of_a_channel_learn_different_things():

@@ -44,7 +44,6 @@ class SmallUNet(PreconditionedScore):
             raise InputError(
                 f"Two widths or more are multiples of {_GROUP}, and the size can be halved from each to the next."
             )
-        self.widths, self.embedding = tuple(widths), embedding
         first, last = widths[0], widths[-1]
         pairs = list(pairwise(widths))
         self.embed = LevelEmbedding(embedding)
@@ -89,8 +88,11 @@ def widened(model: SmallUNet, times: int = 2) -> SmallUNet:
         raise InputError(f"A network becomes at least once as wide, got {times}.")
     assert model.size is not None
     assert model.channels is not None
-    wide = SmallUNet([times * width for width in model.widths], model.embedding, model.channels, model.size, model.sde)
     state = model.state_dict()
+    # Read off the weights: a network is named by all that it holds, so one more field would rename the model of runs.
+    layers = ["door", *(f"shrink.{depth}" for depth in range(len(model.shrink)))]
+    widths = [times * len(state[f"{layer}.weight"]) for layer in layers]
+    wide = SmallUNet(widths, len(state["embed.layers.0.weight"]), model.channels, model.size, model.sde)
     grown = {name: _copied(name, state[name], like, times) for name, like in wide.state_dict().items()}
     wide.load_state_dict(grown)
     return wide
