@@ -1,6 +1,6 @@
 """What the reference evaluation costs beside what it cost before: seconds and images left, block by block in turn.
 
-    python benchmarks/reference_cost.py [--images 16] [--block 8] [--threads 1]
+    python benchmarks/reference_cost.py [--images 32] [--block 16] [--threads 1]
 
 Before, `cifar10-small-linf` had PGD-20 and AutoAttack-rand with 20 iterations, eight EOT samples per step: 480
 gradients per image in three attacks. Now it has the attack `strong` with 80. Both evaluate the same images in the same
@@ -57,8 +57,8 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=16)
-    parser.add_argument("--block", type=int, default=8)
+    parser.add_argument("--images", type=int, default=32)
+    parser.add_argument("--block", type=int, default=16, help="the batch of the spec by default")
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
 
