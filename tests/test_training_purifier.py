@@ -20,7 +20,7 @@ from diffpure import cli
 from diffpure.data import cifar10
 from diffpure.data.cifar10 import Images
 from diffpure.data.photos import Photos
-from diffpure.diffusion.samplers import OneShot
+from diffpure.diffusion.samplers import START, FewStep, OneShot
 from diffpure.diffusion.score import EpsilonScore, GaussianScore
 from diffpure.diffusion.sde import VPSDE, over
 from diffpure.errors import InputError
@@ -31,7 +31,7 @@ from diffpure.training import purifier as training
 from diffpure.training import recipes
 from diffpure.training.adversarial import FAST_LINF, Adversary
 from diffpure.training.loop import generator
-from diffpure.training.objectives import OBJECTIVES, Guarded, Rows, bridge, ranked
+from diffpure.training.objectives import OBJECTIVES, WALK, Guarded, Rows, bridge, deployed, ranked
 from diffpure.training.purifier import PurifierConfig, train_purifier
 from problems import TinyUNet
 
@@ -75,6 +75,44 @@ def test_one_step_of_training_is_the_purification_that_is_deployed():
     state = model.diffuse(x, t, noise.child(0)(0, x))
     deployed = Purifier(GaussianScore(0.0, 0.3), OneShot(0.07))(x, noise.seeds)
     assert torch.allclose(model(state, t), deployed, atol=1e-6)
+
+
+def test_the_calls_of_training_are_the_steps_that_are_deployed():
+    """With the same noise, `FewStep` of first order gives the images that training sees."""
+    x, noise = rows().x, Noise.of(5, 6)
+    sampler = FewStep(t_star=0.07, steps=3, end=0.01, order=1)
+    assert deployed(0.07, calls=4) == sampler
+    start, path = sampler(GaussianScore(0.0, 0.3), 2 * x - 1, noise)
+    model, t = Guarded(Gaussian(0.3), nn.Identity()), torch.full((len(x),), 0.07, dtype=torch.float64)
+    assert torch.allclose(model.diffuse(x, t, noise(START, x)), start, atol=1e-6)
+    state = start
+    for step in range(len(path)):
+        state = path.step(state, step)
+    assert torch.allclose(model(start, t, 4, noise), (state + 1) / 2, atol=1e-6)
+
+
+@pytest.mark.parametrize("knows", training.KNOWS)
+def test_the_loss_of_a_purification_in_several_calls(knows):
+    """Behind a linear defence the attack is its sign; clean images are denoised at times below t*, attacked or not."""
+    r = rows()
+    weight = torch.randn(2, r.x[0].numel(), generator=generator(1, 0))
+    model = Guarded(Gaussian(0.3), linear(weight))
+    config = PurifierConfig(denoising=0.5, clean=0.25, weighting="epsilon", knows=knows, calls=3, t_min=0.02)
+
+    direction = (weight[1] - weight[0]) * (1 - 2 * r.y[:, None])
+    threat = FAST_LINF.threat
+    start = threat.random(r.x, Noise(tuple(r.seeds.tolist())).child(0x57A27))
+    z = threat.project(r.x, start + 10 / 255 * direction.sign().view_as(r.x))
+
+    at = r.below()
+    error = r.eps - model.score.epsilon(SDE.diffuse(2 * r.x - 1, at, r.eps), at)
+    expected = 0.0
+    for share, shown in ((1.0, (r.x + z).clamp(0, 1)), (0.25, r.x)):
+        state = SDE.diffuse(2 * shown - 1, r.t, r.eps)
+        purified = model.purify(state, r.t, 3, Noise.of(r.seeds, len(r.x)).child(WALK))
+        loss = F.cross_entropy(purified.flatten(1) @ weight.T, r.y)
+        expected += share * (loss + 0.5 * error.square().mean())
+    assert OBJECTIVES["classifier"](model, config, r).item() == pytest.approx(expected.item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("variance", [0.3, -0.001])
@@ -190,17 +228,17 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_every_objective_lowers_its_loss(objective):
+@pytest.mark.parametrize(("objective", "calls"), [*((name, 1) for name in OBJECTIVES), ("classifier", 3)])
+def test_every_objective_lowers_its_loss(objective, calls):
     r = Rows(STRIPES.float(), STRIPES.labels, *(getattr(rows(40, 8), name) for name in ("t", "eps", "seeds")))
-    config = PurifierConfig(objective=objective, **SCORE_ONLY[objective])
+    options = {"objective": objective, "calls": calls, **SCORE_ONLY[objective]}
     losses = []
-    for states in (None, trained(objective=objective, examples=800, rate=2e-2, **SCORE_ONLY[objective])):
+    for states in (None, trained(examples=800, rate=2e-2, **options)):
         model = Guarded(*networks())
         if states:
             model.score.load_state_dict(states[0])
             model.classifier.load_state_dict(states[1])
-        losses.append(OBJECTIVES[objective](model, config, r).item())
+        losses.append(OBJECTIVES[objective](model, PurifierConfig(**options), r).item())
     assert losses[1] < 0.8 * losses[0]
 
 
@@ -222,9 +260,9 @@ def test_a_classifier_can_learn_purified_images_that_nobody_attacks(monkeypatch)
     assert not torch.equal(state["4.weight"], before)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_an_interrupted_run_goes_on_to_the_same_weights(tmp_path, monkeypatch, objective):
-    options = {"objective": objective, "examples": 56, "threads": 2, **SCORE_ONLY[objective]}
+@pytest.mark.parametrize(("objective", "calls"), [*((name, 1) for name in OBJECTIVES), ("classifier", 3)])
+def test_an_interrupted_run_goes_on_to_the_same_weights(tmp_path, monkeypatch, objective, calls):
+    options = {"objective": objective, "calls": calls, "examples": 56, "threads": 2, **SCORE_ONLY[objective]}
     whole, batches = trained(**options), training._batches
 
     def interrupted(step: int, batch: Any) -> tuple[Tensor, ...]:
@@ -308,6 +346,9 @@ def test_a_run_goes_on_with_its_own_networks_only(tmp_path):
         ({"objective": "bridge"}, "trains the score alone"),
         ({"objective": "rank", "learn": "score", "clean": 1.0}, "clean belongs to the objective 'classifier'"),
         ({"objective": "bridge", "learn": "score", "knows": "purifier"}, "knows belongs"),
+        ({"objective": "rank", "learn": "score", "calls": 2}, "calls belongs"),
+        ({"calls": 0}, "at least once"),
+        ({"calls": 2, "t_min": 0.01}, "from t_min above 0.01 only"),
         ({"weighting": "edn"}, "weighting"),
         ({"t_min": 0}, "0 < t_min"),
         ({"t_min": 0.2}, "t_min <= t_max"),
@@ -364,7 +405,7 @@ def test_the_command_trains_and_writes_files_that_load(command, tmp_path):
     "options",
     [
         {},
-        {"learn": "classifier", "attacked": 0.5, "clean": 0.25, "denoising": 2.0, "classifier_rate": 1e-5},
+        {"learn": "classifier", "attacked": 0.5, "clean": 0.25, "denoising": 2.0, "classifier_rate": 1e-5, "calls": 4},
         {"objective": "rank", "learn": "score", "rate": 1e-3, "decay": 0.9, "t_min": 0.01, "t_max": 0.2, "seed": 3},
         {"learn": "score", "labels": "classifier", "crop": 96},
     ],

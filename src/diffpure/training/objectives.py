@@ -4,19 +4,21 @@ What is trained is what a defence computes in one step: an image x in [0, 1] is 
 
     P(x) = (D(x_t) + 1)/2,    x_t = √α(t) (2x - 1) + std(t) ε,    D(x_t) = (x_t - std(t) ε̂(x_t, t)) / √α(t),
 
-with t* spread evenly over [t_min, t_max], one per image. An attack on f(P(x)) goes through the purifier with exact
-gradients. An objective says which state x_t it makes of an image and an attack, and what it asks of the networks there.
-All of them ask for the noise that leads back to the clean image, ε* = (x_t - √α(t) (2x - 1)) / std(t), which is
-denoising score matching where nothing is attacked:
+with t* spread evenly over [t_min, t_max], one per image; or in several calls of the score, where steps of the reverse
+SDE lead from x_t* to a state at t = 0.01 that is denoised (`FewStep` of first order). An attack on f(P(x)) goes through
+the purifier with exact gradients. An objective says which state x_t it makes of an image and an attack, and what it
+asks of the networks there. All of them ask for the noise that leads back to the clean image,
+ε* = (x_t - √α(t) (2x - 1)) / std(t), which is denoising score matching where nothing is attacked:
 
     classifier   x_t diffused from x' = x + δ at t = t*:         CE(f(P(x')), y) + d · w(t) |ε̂(x_t, t) - ε*|²
+                 in several calls, x_t of x at a t below t*:     the same
     bridge       x_t + 2δ (1 - α(t))/√α(t) · α(t*)/(1 - α(t*)):  w(t) |ε̂(x_t, t) - ε*|² at all t below t*
     rank         ε = √(1 - γ²) z + γ g, γ = min(0.03/σ(t), 0.3): the same
 
 "classifier" is adversarial training of the defence; it can see clean images, too, and its attack can be one on f alone,
-which knows of no purification. "bridge" (ADBM: Li et al. 2025) leads
-from the attacked image at t* to the clean one at 0. "rank" (ADDT: Liu et al. 2024) attacks with noise that is Gaussian
-in each channel: g has sorted Gaussian numbers in the order of the gradient of CE(f(P(x)), y), summed over iterations.
+which knows of no purification. "bridge" (ADBM: Li et al. 2025) leads from the attacked image at t* to the clean one at
+0. "rank" (ADDT: Liu et al. 2024) attacks with noise that is Gaussian in each channel: g has sorted Gaussian numbers in
+the order of the gradient of CE(f(P(x)), y), summed over iterations.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from diffpure.diffusion.grids import time_grid
+from diffpure.diffusion.samplers import FewStep, OneShot, Sampler
 from diffpure.diffusion.score import EpsilonScore
 from diffpure.diffusion.sde import Schedule, over
-from diffpure.noise import Noise
+from diffpure.noise import Noise, NoiseSource
 from diffpure.training.score import epsilon_loss
 
 if TYPE_CHECKING:
@@ -40,6 +44,14 @@ if TYPE_CHECKING:
 TIME: Final = 0  # steps of the noise of a row: a time, ranks and fresh noise by iteration
 RANKS: Final = 1
 FRESH: Final = 1000
+WALK: Final = 0x3A1C  # the child whose noise the steps of a purification have; the attack's own is its child again
+END: Final = 0.01  # where the last of several calls denoises
+UNUSED: Final = Noise(())  # of a purification in one call
+
+
+def deployed(t_star: float, calls: int) -> Sampler:
+    """How a defence purifies from t* in the calls of the score that were trained."""
+    return FewStep(t_star=t_star, steps=calls - 1, end=END, order=1) if calls > 1 else OneShot(t_star)
 
 
 @final
@@ -69,9 +81,18 @@ class Guarded(nn.Module):
         noise = (state - over(torch.exp(-sde.gamma(t)), x) * (2 * x - 1)) / over(sde.std(t), x)
         return epsilon_loss(sde, t, predicted, noise, weighting)
 
-    def forward(self, state: Tensor, t: Tensor) -> Tensor:
+    def purify(self, state: Tensor, t: Tensor, calls: int = 1, noise: NoiseSource = UNUSED) -> Tensor:
+        """The images near [0, 1] that a state at t (B,) becomes in so many calls of the score."""
+        sampler = FewStep(end=END, order=1)
+        times = time_grid(self.score.sde, t, END, calls - 1, sampler.spacing) if calls > 1 else t[None]
+        path = sampler.path(self.score, times, noise)
+        for step in range(len(path)):
+            state = path.step(state, step)
+        return (state + 1) / 2
+
+    def forward(self, state: Tensor, t: Tensor, calls: int = 1, noise: NoiseSource = UNUSED) -> Tensor:
         """The logits (B, K) of a purified state."""
-        logits: Tensor = self.classifier(self.purified(state, t, self.score.epsilon(state, t)))
+        logits: Tensor = self.classifier(self.purify(state, t, calls, noise))
         return logits
 
 
@@ -103,23 +124,37 @@ def learns(part: nn.Module) -> bool:
 
 def _classifier(model: Guarded, config: PurifierConfig, rows: Rows) -> Tensor:
     """The cross-entropy of purified images, attacked and clean, and how far the noise was missed."""
-    x, y, t, eps = rows.x, rows.y, rows.t, rows.eps
+    x, y, t, eps, calls, noise = rows.x, rows.y, rows.t, rows.eps, config.calls, rows.noise
     denoising = config.denoising if learns(model.score) else 0.0
+    walk = noise.child(WALK)
+
+    def missed(state: Tensor, at: Tensor, predicted: Tensor) -> Tensor:
+        return denoising * model.missed(x, state, at, predicted, config.weighting)
 
     def of(shown: Tensor) -> Tensor:
         state = model.diffuse(shown, t, eps)
-        predicted = model.score.epsilon(state, t)
-        logits = model.classifier(model.purified(state, t, predicted))
-        value = F.cross_entropy(logits, y, label_smoothing=config.smoothing)
-        return value + denoising * model.missed(x, state, t, predicted, config.weighting) if denoising else value
+        if calls == 1:
+            predicted = model.score.epsilon(state, t)
+            value = cross_entropy(model.classifier(model.purified(state, t, predicted)))
+            return value + missed(state, t, predicted) if denoising else value
+        value = cross_entropy(model(state, t, calls, walk))
+        if denoising:
+            at = rows.below()
+            met = model.diffuse(x, at, eps)
+            value = value + missed(met, at, model.score.epsilon(met, at))
+        return value
+
+    def cross_entropy(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits, y, label_smoothing=config.smoothing)
 
     parts = []
     if config.attacked:
-        known = eps if config.knows == "noise" else rows.noise(FRESH, eps)
+        knows = config.knows == "noise"
+        known, way = (eps, walk) if knows else (noise(FRESH, eps), walk.child(FRESH))
 
         def answer(moved: Tensor) -> Tensor:
             alone = config.knows == "classifier"
-            logits: Tensor = model.classifier(moved) if alone else model(model.diffuse(moved, t, known), t)
+            logits: Tensor = model.classifier(moved) if alone else model(model.diffuse(moved, t, known), t, calls, way)
             return logits
 
         attacked = config.adversary.attacked(lambda moved: F.cross_entropy(answer(moved), y), x, rows.seeds)

@@ -1,8 +1,8 @@
 """Training a purifier against attacks, with the classifier behind it, or one of the two alone.
 
-What is trained is what a defence computes in one step; `training.objectives` has the equations. y there is the label of
-an image, or what the undefended classifier says of it while it is clean (`labels = "classifier"`: its probabilities).
-Then images need no labels, and a purifier is tuned to a classifier that stays as it is.
+What is trained is what a defence computes in one step or in a few; `training.objectives` has the equations. y there is
+the label of an image, or what the undefended classifier says of it while it is clean (`labels = "classifier"`: its
+probabilities). Then images need no labels, and a purifier is tuned to a classifier that stays as it is.
 
 Statistics of normalisation stay what they were: fine-tuning begins with trained networks, whose running averages are
 better than those of a small batch, and a purifier is the same function in training as it is when it is deployed.
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from diffpure.attacks.pgd import PGD
 from diffpure.data.cifar10 import Images
 from diffpure.data.photos import Photos
-from diffpure.diffusion.samplers import OneShot
 from diffpure.diffusion.score import EpsilonScore
 from diffpure.errors import InputError, unknown
 from diffpure.models.checkpoints import digest
@@ -34,7 +33,7 @@ from diffpure.purify import Defense
 from diffpure.training.adversarial import FAST_LINF, Adversary
 from diffpure.training.classifier import Augmented, ClassifierConfig
 from diffpure.training.loop import State, cosine, generator, run_of, train
-from diffpure.training.objectives import OBJECTIVES, Guarded, Rows, learns
+from diffpure.training.objectives import END, OBJECTIVES, Guarded, Rows, deployed, learns
 from diffpure.training.score import WEIGHTINGS, shown, spread
 
 LEARN: Final = ("both", "score", "classifier")
@@ -61,6 +60,7 @@ class PurifierConfig:
     decay: float = 0.999
     t_min: float = 0.02
     t_max: float = 0.1
+    calls: int = 1  # of the score per purification: one step, or steps of the reverse SDE and a call that denoises
     adversary: Adversary = FAST_LINF
     knows: str = (
         "noise"  # what the attack knows beside the classifier: the purifier and its noise, the first, or neither
@@ -100,6 +100,11 @@ class PurifierConfig:
             raise InputError("The side of crops, how far they are reduced, and the images watched are 1 or more.")
         if not 0 < self.t_min <= self.t_max <= 1:
             raise InputError(f"Times need 0 < t_min <= t_max <= 1, got {self.t_min} and {self.t_max}.")
+        if self.calls < 1 or (self.calls > 1 and self.t_min <= END):
+            raise InputError(
+                f"A purification calls the score at least once, and more often from t_min above {END:g} only, "
+                f"got {self.calls} calls and t_min = {self.t_min:g}."
+            )
         if min(self.attacked, self.clean, self.denoising) < 0:
             raise InputError("The weights of attacked images, of clean ones and of denoising are not negative.")
         if self.attacked + self.clean == 0:
@@ -111,7 +116,7 @@ class PurifierConfig:
         """Refuse what an objective without a classifier's loss would pass over."""
         if self.learn != "score":
             raise InputError(f"The objective {self.objective!r} trains the score alone, so learn is 'score'.")
-        for name in ("knows", "attacked", "clean", "denoising", "smoothing"):
+        for name in ("calls", "knows", "attacked", "clean", "denoising", "smoothing"):
             if getattr(self, name) != getattr(type(self), name):
                 raise InputError(f"{name} belongs to the objective 'classifier', and {self.objective!r} has none.")
 
@@ -195,11 +200,11 @@ def _batches(images: Images | Photos, config: PurifierConfig) -> Callable[[int],
 
 
 def _watch(config: PurifierConfig, images: Images, model: nn.Module) -> str:
-    """Clean and attacked accuracy in one step from the middle of the times, each image with fresh noise."""
+    """Clean and attacked accuracy from the middle of the times, each image with fresh noise."""
     assert isinstance(model, Guarded)
     parts = copy.deepcopy(model)  # a purifier freezes its score, and this one has to learn on
     t_star = (config.t_min + config.t_max) / 2
-    defense = Defense(Purifier(parts.score, OneShot(t_star)), parts.classifier)
+    defense = Defense(Purifier(parts.score, deployed(t_star, config.calls)), parts.classifier)
     x, y, seeds = images.float(), images.labels, Noise.of(config.seed, len(images))
     threat = config.adversary.threat
     z = PGD(iterations=STEPS)(defense, x, y, threat, seeds=seeds.child(0).seeds)
