@@ -56,12 +56,12 @@ def linear(weight: Tensor) -> nn.Module:
     return model
 
 
-def rows(batch: int = 6, size: int = 4, seed: int = 0, t: tuple[float, float] = (0.02, 0.1)) -> Rows:
+def rows(batch: int = 6, size: int = 4, seed: int = 0, t: tuple[float, float] = (0.02, 0.1), calls: int = 1) -> Rows:
     random = generator(seed, 0)
     x = torch.rand(batch, 3, size, size, generator=random)
     eps = torch.randn(x.shape, generator=random)
     times = torch.linspace(*t, batch, dtype=torch.float64)
-    return Rows(x, torch.arange(batch) % 2, times, eps, torch.arange(batch) + 7)
+    return Rows(x, torch.arange(batch) % 2, times, eps, torch.arange(batch) + 7, torch.full((batch,), calls))
 
 
 # --------------------------------------------------------------------------------------------------------- objectives
@@ -93,8 +93,8 @@ def test_the_calls_of_training_are_the_steps_that_are_deployed():
 
 @pytest.mark.parametrize("knows", training.KNOWS)
 def test_the_loss_of_a_purification_in_several_calls(knows):
-    """Behind a linear defence the attack is its sign; clean images are denoised at times below t*, attacked or not."""
-    r = rows()
+    """Behind a linear defence the attack is its sign; the noise is missed in the first call, attacked or not."""
+    r = rows(calls=3)
     weight = torch.randn(2, r.x[0].numel(), generator=generator(1, 0))
     model = Guarded(Gaussian(0.3), linear(weight))
     config = PurifierConfig(denoising=0.5, clean=0.25, weighting="epsilon", knows=knows, calls=3, t_min=0.02)
@@ -104,14 +104,14 @@ def test_the_loss_of_a_purification_in_several_calls(knows):
     start = threat.random(r.x, Noise(tuple(r.seeds.tolist())).child(0x57A27))
     z = threat.project(r.x, start + 10 / 255 * direction.sign().view_as(r.x))
 
-    at = r.below()
-    error = r.eps - model.score.epsilon(SDE.diffuse(2 * r.x - 1, at, r.eps), at)
     expected = 0.0
     for share, shown in ((1.0, (r.x + z).clamp(0, 1)), (0.25, r.x)):
         state = SDE.diffuse(2 * shown - 1, r.t, r.eps)
-        purified = model.purify(state, r.t, 3, Noise.of(r.seeds, len(r.x)).child(WALK))
+        purified, _ = model.purify(state, r.t, 3, Noise.of(r.seeds, len(r.x)).child(WALK))
         loss = F.cross_entropy(purified.flatten(1) @ weight.T, r.y)
-        expected += share * (loss + 0.5 * error.square().mean())
+        alpha = over(SDE.alpha(r.t), state)
+        target = (state - alpha.sqrt() * (2 * r.x - 1)) / (1 - alpha).sqrt()
+        expected += share * (loss + 0.5 * (model.score.epsilon(state, r.t) - target).square().mean())
     assert OBJECTIVES["classifier"](model, config, r).item() == pytest.approx(expected.item(), rel=1e-4)
 
 
@@ -230,7 +230,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize(("objective", "calls"), [*((name, 1) for name in OBJECTIVES), ("classifier", 3)])
 def test_every_objective_lowers_its_loss(objective, calls):
-    r = Rows(STRIPES.float(), STRIPES.labels, *(getattr(rows(40, 8), name) for name in ("t", "eps", "seeds")))
+    r = replace(rows(40, 8, calls=calls), x=STRIPES.float(), y=STRIPES.labels)
     options = {"objective": objective, "calls": calls, **SCORE_ONLY[objective]}
     losses = []
     for states in (None, trained(examples=800, rate=2e-2, **options)):
@@ -281,6 +281,18 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(tmp_path, monkeypatch, o
     assert "(8 images, PGD-5, t* = 0.06)" in log
     with pytest.raises(InputError, match="begun with another rate"):
         trained(tmp_path, **options, rate=1e-5)
+
+
+def test_every_step_of_training_draws_its_number_of_calls():
+    """From one to the largest, each as often, the same for all rows of a step and at every time it is asked for."""
+    config = PurifierConfig(calls=3, batch=4)
+    batch = training._batches(Images(torch.zeros(8, 3, 8, 8, dtype=torch.uint8), torch.zeros(8).long()), config)
+    drawn = [batch(step)[-1] for step in range(300)]
+    assert all(len(calls) == 4 and calls.unique().numel() == 1 for calls in drawn)
+    assert torch.equal(drawn[7], batch(7)[-1])
+    counts = torch.stack(drawn)[:, 0].bincount()
+    assert counts[0] == 0
+    assert counts[1:].tolist() == pytest.approx([100, 100, 100], abs=30)  # 3.7 deviations
 
 
 def test_the_labels_of_the_classifier_are_its_probabilities_for_the_clean_image(monkeypatch):

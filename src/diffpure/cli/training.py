@@ -129,7 +129,7 @@ def purifier(
     decay: Annotated[float | None, typer.Option(help="Of the moving average of the weights.")] = None,
     t_min: Annotated[float | None, typer.Option(help="t* of an image is drawn from here, 0.02,")] = None,
     t_max: Annotated[float | None, typer.Option(help="to here, 0.1.")] = None,
-    calls: Annotated[int | None, typer.Option(min=1, help="Of the score per purification: 1.")] = None,
+    calls: Annotated[int | None, typer.Option(min=1, help="Of the score per purification, at most: 1.")] = None,
     attacked: Annotated[float | None, typer.Option(help="Weight of attacked images: 1; 0 attacks none.")] = None,
     clean: Annotated[float | None, typer.Option(help="Weight of clean ones: 0.")] = None,
     denoising: Annotated[float | None, typer.Option(help="Weight of errors of the denoised image: 1.")] = None,

@@ -4,14 +4,14 @@ What is trained is what a defence computes in one step: an image x in [0, 1] is 
 
     P(x) = (D(x_t) + 1)/2,    x_t = √α(t) (2x - 1) + std(t) ε,    D(x_t) = (x_t - std(t) ε̂(x_t, t)) / √α(t),
 
-with t* spread evenly over [t_min, t_max], one per image; or in several calls of the score, where steps of the reverse
-SDE lead from x_t* to a state at t = 0.01 that is denoised (`FewStep` of first order). An attack on f(P(x)) goes through
-the purifier with exact gradients. An objective says which state x_t it makes of an image and an attack, and what it
-asks of the networks there. All of them ask for the noise that leads back to the clean image,
-ε* = (x_t - √α(t) (2x - 1)) / std(t), which is denoising score matching where nothing is attacked:
+with t* spread evenly over [t_min, t_max], one per image. With `calls` above one, a step of training draws how often P
+calls the score: once as above, or several times up to `calls`, where steps of the reverse SDE lead from x_t* to a
+state at t = 0.01 that is denoised (`FewStep` of first order). An attack on f(P(x)) goes through the purifier with exact
+gradients. An objective says which state x_t it makes of an image and an attack, and what it asks of the networks there.
+All of them ask for the noise that leads back to the clean image, ε* = (x_t - √α(t) (2x - 1)) / std(t), which is
+denoising score matching where nothing is attacked:
 
     classifier   x_t diffused from x' = x + δ at t = t*:         CE(f(P(x')), y) + d · w(t) |ε̂(x_t, t) - ε*|²
-                 in several calls, x_t of x at a t below t*:     the same
     bridge       x_t + 2δ (1 - α(t))/√α(t) · α(t*)/(1 - α(t*)):  w(t) |ε̂(x_t, t) - ε*|² at all t below t*
     rank         ε = √(1 - γ²) z + γ g, γ = min(0.03/σ(t), 0.3): the same
 
@@ -31,9 +31,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from diffpure.diffusion.gradients import walk
 from diffpure.diffusion.grids import time_grid
 from diffpure.diffusion.samplers import FewStep, OneShot, Sampler
-from diffpure.diffusion.score import EpsilonScore
+from diffpure.diffusion.score import EpsilonScore, ScoreWrapper
 from diffpure.diffusion.sde import Schedule, over
 from diffpure.noise import Noise, NoiseSource
 from diffpure.training.score import epsilon_loss
@@ -71,29 +72,38 @@ class Guarded(nn.Module):
         """The states (B, C, H, W) of images in [0, 1] at times t (B,)."""
         return self.score.sde.diffuse(2 * x - 1, t, eps)
 
-    def purified(self, state: Tensor, t: Tensor, predicted: Tensor) -> Tensor:
-        """The images near [0, 1] that a state becomes when the predicted noise is taken away."""
-        return (self.score.sde.denoised(state, t, -predicted / over(self.score.sde.std(t), state)) + 1) / 2
-
     def missed(self, x: Tensor, state: Tensor, t: Tensor, predicted: Tensor, weighting: str) -> Tensor:
         """The mean of w(t) |ε̂ - ε*|², a scalar: ε* is the noise that leads from the images x in [0, 1] to the state."""
         sde = self.score.sde
         noise = (state - over(torch.exp(-sde.gamma(t)), x) * (2 * x - 1)) / over(sde.std(t), x)
         return epsilon_loss(sde, t, predicted, noise, weighting)
 
-    def purify(self, state: Tensor, t: Tensor, calls: int = 1, noise: NoiseSource = UNUSED) -> Tensor:
-        """The images near [0, 1] that a state at t (B,) becomes in so many calls of the score."""
+    def purify(self, state: Tensor, t: Tensor, calls: int = 1, noise: NoiseSource = UNUSED) -> tuple[Tensor, Tensor]:
+        """The images near [0, 1] that a state at t (B,) becomes in so many calls, and the first call's ε̂."""
+        heard = _Heard(self.score)
         sampler = FewStep(end=END, order=1)
         times = time_grid(self.score.sde, t, END, calls - 1, sampler.spacing) if calls > 1 else t[None]
-        path = sampler.path(self.score, times, noise)
-        for step in range(len(path)):
-            state = path.step(state, step)
-        return (state + 1) / 2
+        x = walk(sampler.path(heard, times, noise), state)
+        assert heard.first is not None
+        return (x + 1) / 2, over(-self.score.sde.std(t), state) * heard.first
 
     def forward(self, state: Tensor, t: Tensor, calls: int = 1, noise: NoiseSource = UNUSED) -> Tensor:
         """The logits (B, K) of a purified state."""
-        logits: Tensor = self.classifier(self.purify(state, t, calls, noise))
+        logits: Tensor = self.classifier(self.purify(state, t, calls, noise)[0])
         return logits
+
+
+@final
+class _Heard(ScoreWrapper):
+    """A score that keeps its first answer."""
+
+    first: Tensor | None = None
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        answer = super().forward(x, t)
+        if self.first is None:
+            self.first = answer
+        return answer
 
 
 @final
@@ -106,6 +116,7 @@ class Rows:
     t: Tensor  # t* (B,) float64
     eps: Tensor  # the noise of the purification
     seeds: Tensor  # of everything else
+    calls: Tensor  # of the score per purification, the same number in all rows
 
     @property
     def noise(self) -> Noise:
@@ -124,37 +135,24 @@ def learns(part: nn.Module) -> bool:
 
 def _classifier(model: Guarded, config: PurifierConfig, rows: Rows) -> Tensor:
     """The cross-entropy of purified images, attacked and clean, and how far the noise was missed."""
-    x, y, t, eps, calls, noise = rows.x, rows.y, rows.t, rows.eps, config.calls, rows.noise
+    x, y, t, eps, calls, noise = rows.x, rows.y, rows.t, rows.eps, int(rows.calls[0]), rows.noise
     denoising = config.denoising if learns(model.score) else 0.0
-    walk = noise.child(WALK)
-
-    def missed(state: Tensor, at: Tensor, predicted: Tensor) -> Tensor:
-        return denoising * model.missed(x, state, at, predicted, config.weighting)
+    way = noise.child(WALK)
 
     def of(shown: Tensor) -> Tensor:
         state = model.diffuse(shown, t, eps)
-        if calls == 1:
-            predicted = model.score.epsilon(state, t)
-            value = cross_entropy(model.classifier(model.purified(state, t, predicted)))
-            return value + missed(state, t, predicted) if denoising else value
-        value = cross_entropy(model(state, t, calls, walk))
-        if denoising:
-            at = rows.below()
-            met = model.diffuse(x, at, eps)
-            value = value + missed(met, at, model.score.epsilon(met, at))
-        return value
-
-    def cross_entropy(logits: Tensor) -> Tensor:
-        return F.cross_entropy(logits, y, label_smoothing=config.smoothing)
+        images, predicted = model.purify(state, t, calls, way)
+        value = F.cross_entropy(model.classifier(images), y, label_smoothing=config.smoothing)
+        return value + denoising * model.missed(x, state, t, predicted, config.weighting) if denoising else value
 
     parts = []
     if config.attacked:
         knows = config.knows == "noise"
-        known, way = (eps, walk) if knows else (noise(FRESH, eps), walk.child(FRESH))
+        known, its = (eps, way) if knows else (noise(FRESH, eps), way.child(FRESH))
 
         def answer(moved: Tensor) -> Tensor:
             alone = config.knows == "classifier"
-            logits: Tensor = model.classifier(moved) if alone else model(model.diffuse(moved, t, known), t, calls, way)
+            logits: Tensor = model.classifier(moved) if alone else model(model.diffuse(moved, t, known), t, calls, its)
             return logits
 
         attacked = config.adversary.attacked(lambda moved: F.cross_entropy(answer(moved), y), x, rows.seeds)

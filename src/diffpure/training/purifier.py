@@ -60,7 +60,7 @@ class PurifierConfig:
     decay: float = 0.999
     t_min: float = 0.02
     t_max: float = 0.1
-    calls: int = 1  # of the score per purification: one step, or steps of the reverse SDE and a call that denoises
+    calls: int = 1  # of the score per purification, at most: each step of training draws how many, from one on
     adversary: Adversary = FAST_LINF
     knows: str = (
         "noise"  # what the attack knows beside the classifier: the purifier and its noise, the first, or neither
@@ -194,7 +194,9 @@ def _batches(images: Images | Photos, config: PurifierConfig) -> Callable[[int],
             y = torch.zeros(len(x), dtype=torch.int64)
         t = config.t_min + (config.t_max - config.t_min) * spread(len(x), random)
         eps = torch.randn(x.shape, generator=random)
-        return x, y, t, eps, torch.randint(1 << 62, (len(x),), generator=random)
+        seeds = torch.randint(1 << 62, (len(x),), generator=random)
+        calls = torch.randint(1, config.calls + 1, (1,), generator=random).expand(len(x))
+        return x, y, t, eps, seeds, calls
 
     return batch
 
