@@ -30,7 +30,7 @@ from diffpure.training import recipes
 from diffpure.training.cost import multiply_adds, parameters
 from diffpure.training.loop import generator
 from diffpure.training.recipes import follow
-from diffpure.training.score import ScoreConfig, _draw, train_score
+from diffpure.training.score import ScoreConfig, drawn, train_score
 from problems import shaken
 
 
@@ -346,7 +346,7 @@ CONFIG = ScoreConfig(examples=48, batch=4, crop=16, rate=1e-3, decay=0.9, weight
 
 
 def test_the_batch_of_a_step_depends_on_seed_and_step_alone():
-    first, again, later = (_draw(dataset(), CONFIG, step) for step in (5, 5, 6))
+    first, again, later = (drawn(dataset(), CONFIG, step) for step in (5, 5, 6))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[0], later[0])
     assert first[0].shape == (4, 3, 16, 16)

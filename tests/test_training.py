@@ -18,7 +18,7 @@ from diffpure.training.adversarial import FAST_LINF, Adversary
 from diffpure.training.classifier import Augmented, ClassifierConfig, train_classifier
 from diffpure.training.loop import Run, averaged, generator
 from diffpure.training.recipes import follow
-from diffpure.training.score import ScoreConfig, _draw, epsilon_error, picture, train_score
+from diffpure.training.score import ScoreConfig, drawn, epsilon_error, picture, train_score
 
 # ------------------------------------------------------------------------------------------------------------ batches
 
@@ -48,7 +48,7 @@ def test_translations_move_the_image_and_nothing_else():
 
 def test_the_times_of_a_batch_are_spread_evenly():
     images = Images(torch.zeros(64, 1, 8, 8, dtype=torch.uint8), torch.zeros(64))
-    _, t, eps = _draw(images, ScoreConfig(batch=64, t_max=0.3, power=2.0), 5)
+    _, t, eps = drawn(images, ScoreConfig(batch=64, t_max=0.3, power=2.0), 5)
     u = (t / 0.3).sqrt().sort().values
     assert (u > 0).all()
     assert (u <= 1).all()

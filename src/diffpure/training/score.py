@@ -105,7 +105,7 @@ def train_score(
 
     run = run_of(config, images, max(1, config.examples // config.batch), folder)
     optimiser = OPTIMISERS[config.optimiser](model, config.rate)
-    batch = partial(_draw, images, config)
+    batch = partial(drawn, images, config)
     return train(model, optimiser, batch, loss, cosine(), run, report if validation else None, console)
 
 
@@ -137,7 +137,7 @@ def _begin_with(model: EpsilonScore, start: str) -> None:
             raise InputError(f"{start} is another network than the one to be trained, and cannot start it.")
 
 
-def _draw(images: Images | Photos, config: ScoreConfig, step: int) -> tuple[Tensor, Tensor, Tensor]:
+def drawn(images: Images | Photos, config: ScoreConfig, step: int) -> tuple[Tensor, Tensor, Tensor]:
     """The clean images (B, C, H, W) in [-1, 1], the times (B,) float64 and the noise of one step."""
     random = generator(config.seed, step, 4)
     x = shown(images, config, step, random) / 127.5 - 1
