@@ -56,12 +56,12 @@ def linear(weight: Tensor) -> nn.Module:
     return model
 
 
-def rows(batch: int = 6, size: int = 4, seed: int = 0, t: tuple[float, float] = (0.02, 0.1), calls: int = 1) -> Rows:
+def rows(batch: int = 6, size: int = 4, seed: int = 0, t: tuple[float, float] = (0.03, 0.1), steps: int = 0) -> Rows:
     random = generator(seed, 0)
     x = torch.rand(batch, 3, size, size, generator=random)
     eps = torch.randn(x.shape, generator=random)
     times = torch.linspace(*t, batch, dtype=torch.float64)
-    return Rows(x, torch.arange(batch) % 2, times, eps, torch.arange(batch) + 7, torch.full((batch,), calls))
+    return Rows(x, torch.arange(batch) % 2, times, eps, torch.arange(batch) + 7, torch.full((batch,), steps))
 
 
 # --------------------------------------------------------------------------------------------------------- objectives
@@ -77,27 +77,27 @@ def test_one_step_of_training_is_the_purification_that_is_deployed():
     assert torch.allclose(model(state, t), deployed, atol=1e-6)
 
 
-def test_the_calls_of_training_are_the_steps_that_are_deployed():
-    """With the same noise, `FewStep` of first order gives the images that training sees."""
+def test_the_steps_of_training_are_those_that_are_deployed():
+    """With the same noise, `FewStep` gives the images that training sees."""
     x, noise = rows().x, Noise.of(5, 6)
-    sampler = FewStep(t_star=0.07, steps=3, end=0.01, order=1)
-    assert deployed(0.07, calls=4) == sampler
+    sampler = FewStep(t_star=0.07, steps=3, end=0.02)
+    assert deployed(0.07, few_steps=3) == sampler
     start, path = sampler(GaussianScore(0.0, 0.3), 2 * x - 1, noise)
     model, t = Guarded(Gaussian(0.3), nn.Identity()), torch.full((len(x),), 0.07, dtype=torch.float64)
     assert torch.allclose(model.diffuse(x, t, noise(START, x)), start, atol=1e-6)
     state = start
     for step in range(len(path)):
         state = path.step(state, step)
-    assert torch.allclose(model(start, t, 4, noise), (state + 1) / 2, atol=1e-6)
+    assert torch.allclose(model(start, t, 3, noise), (state + 1) / 2, atol=1e-6)
 
 
 @pytest.mark.parametrize("knows", training.KNOWS)
-def test_the_loss_of_a_purification_in_several_calls(knows):
+def test_the_loss_of_a_purification_in_several_steps(knows):
     """Behind a linear defence the attack is its sign; the noise is missed in the first call, attacked or not."""
-    r = rows(calls=3)
+    r = rows(steps=2)
     weight = torch.randn(2, r.x[0].numel(), generator=generator(1, 0))
     model = Guarded(Gaussian(0.3), linear(weight))
-    config = PurifierConfig(denoising=0.5, clean=0.25, weighting="epsilon", knows=knows, calls=3, t_min=0.02)
+    config = PurifierConfig(denoising=0.5, clean=0.25, weighting="epsilon", knows=knows, few_steps=2, t_min=0.03)
 
     direction = (weight[1] - weight[0]) * (1 - 2 * r.y[:, None])
     threat = FAST_LINF.threat
@@ -107,7 +107,7 @@ def test_the_loss_of_a_purification_in_several_calls(knows):
     expected = 0.0
     for share, shown in ((1.0, (r.x + z).clamp(0, 1)), (0.25, r.x)):
         state = SDE.diffuse(2 * shown - 1, r.t, r.eps)
-        purified, _ = model.purify(state, r.t, 3, Noise.of(r.seeds, len(r.x)).child(WALK))
+        purified, _ = model.purify(state, r.t, 2, Noise.of(r.seeds, len(r.x)).child(WALK))
         loss = F.cross_entropy(purified.flatten(1) @ weight.T, r.y)
         alpha = over(SDE.alpha(r.t), state)
         target = (state - alpha.sqrt() * (2 * r.x - 1)) / (1 - alpha).sqrt()
@@ -228,10 +228,10 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-@pytest.mark.parametrize(("objective", "calls"), [*((name, 1) for name in OBJECTIVES), ("classifier", 3)])
-def test_every_objective_lowers_its_loss(objective, calls):
-    r = replace(rows(40, 8, calls=calls), x=STRIPES.float(), y=STRIPES.labels)
-    options = {"objective": objective, "calls": calls, **SCORE_ONLY[objective]}
+@pytest.mark.parametrize(("objective", "steps"), [*((name, 0) for name in OBJECTIVES), ("classifier", 2)])
+def test_every_objective_lowers_its_loss(objective, steps):
+    r = replace(rows(40, 8, steps=steps), x=STRIPES.float(), y=STRIPES.labels)
+    options = {"objective": objective, "few_steps": steps, "t_min": 0.03, **SCORE_ONLY[objective]}
     losses = []
     for states in (None, trained(examples=800, rate=2e-2, **options)):
         model = Guarded(*networks())
@@ -260,9 +260,16 @@ def test_a_classifier_can_learn_purified_images_that_nobody_attacks(monkeypatch)
     assert not torch.equal(state["4.weight"], before)
 
 
-@pytest.mark.parametrize(("objective", "calls"), [*((name, 1) for name in OBJECTIVES), ("classifier", 3)])
-def test_an_interrupted_run_goes_on_to_the_same_weights(tmp_path, monkeypatch, objective, calls):
-    options = {"objective": objective, "calls": calls, "examples": 56, "threads": 2, **SCORE_ONLY[objective]}
+@pytest.mark.parametrize(("objective", "steps"), [*((name, 0) for name in OBJECTIVES), ("classifier", 2)])
+def test_an_interrupted_run_goes_on_to_the_same_weights(tmp_path, monkeypatch, objective, steps):
+    options = {
+        "objective": objective,
+        "few_steps": steps,
+        "t_min": 0.03,
+        "examples": 56,
+        "threads": 2,
+        **SCORE_ONLY[objective],
+    }
     whole, batches = trained(**options), training._batches
 
     def interrupted(step: int, batch: Any) -> tuple[Tensor, ...]:
@@ -278,21 +285,19 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(tmp_path, monkeypatch, o
     assert same(whole[0], again[0])
     assert same(whole[1], again[1])
     assert "accuracy clean" in (log := (tmp_path / "log.txt").read_text())
-    assert "(8 images, PGD-5, t* = 0.06)" in log
+    assert "(8 images, PGD-5, t* = 0.065)" in log
     with pytest.raises(InputError, match="begun with another rate"):
         trained(tmp_path, **options, rate=1e-5)
 
 
-def test_every_step_of_training_draws_its_number_of_calls():
-    """From one to the largest, each as often, the same for all rows of a step and at every time it is asked for."""
-    config = PurifierConfig(calls=3, batch=4)
+def test_half_of_the_steps_of_training_purify_in_few_steps():
+    """Drawn anew for each, the same for all its rows and at every time that it is asked for."""
+    config = PurifierConfig(few_steps=3, t_min=0.03, batch=4)
     batch = training._batches(Images(torch.zeros(8, 3, 8, 8, dtype=torch.uint8), torch.zeros(8).long()), config)
     drawn = [batch(step)[-1] for step in range(300)]
-    assert all(len(calls) == 4 and calls.unique().numel() == 1 for calls in drawn)
+    assert all(len(steps) == 4 and steps.unique().numel() == 1 for steps in drawn)
     assert torch.equal(drawn[7], batch(7)[-1])
-    counts = torch.stack(drawn)[:, 0].bincount()
-    assert counts[0] == 0
-    assert counts[1:].tolist() == pytest.approx([100, 100, 100], abs=30)  # 3.7 deviations
+    assert torch.stack(drawn)[:, 0].bincount().tolist() == pytest.approx([150, 0, 0, 150], abs=32)  # 3.7 deviations
 
 
 def test_the_labels_of_the_classifier_are_its_probabilities_for_the_clean_image(monkeypatch):
@@ -358,9 +363,9 @@ def test_a_run_goes_on_with_its_own_networks_only(tmp_path):
         ({"objective": "bridge"}, "trains the score alone"),
         ({"objective": "rank", "learn": "score", "clean": 1.0}, "clean belongs to the objective 'classifier'"),
         ({"objective": "bridge", "learn": "score", "knows": "purifier"}, "knows belongs"),
-        ({"objective": "rank", "learn": "score", "calls": 2}, "calls belongs"),
-        ({"calls": 0}, "at least once"),
-        ({"calls": 2, "t_min": 0.01}, "from t_min above 0.01 only"),
+        ({"objective": "rank", "learn": "score", "few_steps": 2, "t_min": 0.03}, "few_steps belongs"),
+        ({"few_steps": -1}, "not negative"),
+        ({"few_steps": 2, "t_min": 0.02}, "t_min is above that"),
         ({"weighting": "edn"}, "weighting"),
         ({"t_min": 0}, "0 < t_min"),
         ({"t_min": 0.2}, "t_min <= t_max"),
@@ -417,7 +422,15 @@ def test_the_command_trains_and_writes_files_that_load(command, tmp_path):
     "options",
     [
         {},
-        {"learn": "classifier", "attacked": 0.5, "clean": 0.25, "denoising": 2.0, "classifier_rate": 1e-5, "calls": 4},
+        {
+            "learn": "classifier",
+            "attacked": 0.5,
+            "clean": 0.25,
+            "denoising": 2.0,
+            "classifier_rate": 1e-5,
+            "few_steps": 4,
+            "t_min": 0.03,
+        },
         {"objective": "rank", "learn": "score", "rate": 1e-3, "decay": 0.9, "t_min": 0.01, "t_max": 0.2, "seed": 3},
         {"learn": "score", "labels": "classifier", "crop": 96},
     ],

@@ -45,7 +45,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
         ({}, "one-shot"),
         ({"threat": "linf 4/255"}, "one-shot"),
         ({"threat": "l2 0.2", "transferred": True}, "one-shot"),
-        ({"calls": 3}, dp.FewStep(0.1, steps=2, end=0.01, order=1)),
+        ({"few_steps": 2}, dp.FewStep(0.1, steps=2, end=0.02)),
     ],
 )
 def test_the_purified_image_comes_nearer_to_what_the_clean_one_says(attack, sampler):

@@ -6,11 +6,12 @@ clean one,
 
     CE(f(P(x)), softmax f(x)) + w(t) |ε̂ - ε|²,      P: one step from t*, drawn anew for each image,
 
-or several (`calls`), which a sampler of many steps needs: what one step makes of an image misleads the next. With
-a threat it learns the same of images after one step of an attack through P (`training.objectives` has the equations),
-or after three steps of one on f alone, by an attacker who does not know of P (`transferred`; denoisers are trained so
-by Liao et al. 2018). What comes out is made for this classifier; docs/photographs.md says what that brought, and what
-an attacker who knows of it still takes.
+or half of the time the reverse SDE in a few steps (`few_steps`), for samplers of many: what a score trained for one
+step makes of an image misleads its own next step. With a threat it learns the same of images after one step of an
+attack through P (`training.objectives` has the equations), or after three steps of one on f alone, by an attacker who
+does not know of P (`transferred`; denoisers are trained so by Liao et al. 2018). What comes out is made for this
+classifier; docs/photographs.md and docs/results.md say what that brought, and what an attacker who knows of it still
+takes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def tune(
     threat: AnyThreat | None = None,
     transferred: bool = False,
     times: tuple[float, float] | None = None,
-    calls: int = 1,
+    few_steps: int = 0,
     examples: int = 1600,
     batch: int = 8,
     rate: float = 3e-4,
@@ -58,10 +59,10 @@ def tune(
     images: (N, C, H, W) in [0, 1], or a folder or tar archive of photographs of any sizes; never those that it is
     measured on.   threat: attack the images through the purifier while it learns, once each.   transferred: attack them
     through the classifier alone.   times: between which t* is drawn; half of the sampler's and a fifth more than it by
-    default.   calls: of the score per purification, at most; each step of training draws how many. More than one if the
-    sampler takes many steps.   examples, batch: images seen in all and per step.   crop: side of the squares that are
-    cut from larger images.   out: a folder for checkpoints and log; the same call goes on there.   precision: float32,
-    bfloat16, or auto for the faster.   progress: a bar on standard error.
+    default.   few_steps: half of the steps of training purify by `FewStep` in so many, for samplers of many steps;
+    three are enough.   examples, batch: images seen in all and per step.   crop: side of the squares that are cut from
+    larger images.   out: a folder for checkpoints and log; the same call goes on there.   precision: float32, bfloat16,
+    or auto for the faster.   progress: a bar on standard error.
     """
     purifier, score, classifier = _parts(model)
     shown = photos.read(images) if isinstance(images, str | Path) else _stored(images)
@@ -71,7 +72,7 @@ def tune(
         raise InputError("A transferred attack needs a threat, such as threat='linf 4/255'.")
     chosen = {
         "examples": examples, "batch": min(batch, len(shown)), "rate": rate, "t_min": low, "t_max": high,
-        "calls": calls, "seed": seed, "threads": threads, "precision": precision,
+        "few_steps": few_steps, "seed": seed, "threads": threads, "precision": precision,
         "crop": _side(shown, score.size, crop),
         "adversary": _adversary(threat, transferred), "knows": "classifier" if transferred else "purifier",
         "attacked": float(attacked), "clean": float(not attacked),

@@ -129,7 +129,7 @@ def purifier(
     decay: Annotated[float | None, typer.Option(help="Of the moving average of the weights.")] = None,
     t_min: Annotated[float | None, typer.Option(help="t* of an image is drawn from here, 0.02,")] = None,
     t_max: Annotated[float | None, typer.Option(help="to here, 0.1.")] = None,
-    calls: Annotated[int | None, typer.Option(min=1, help="Of the score per purification, at most: 1.")] = None,
+    few_steps: Annotated[int | None, typer.Option(min=0, help="Steps of half of the purifications; 0.")] = None,
     attacked: Annotated[float | None, typer.Option(help="Weight of attacked images: 1; 0 attacks none.")] = None,
     clean: Annotated[float | None, typer.Option(help="Weight of clean ones: 0.")] = None,
     denoising: Annotated[float | None, typer.Option(help="Weight of errors of the denoised image: 1.")] = None,
@@ -157,7 +157,7 @@ def purifier(
         step_size = str(1.25 * _number(eps))
     changes: dict[str, Any] = {
         "objective": objective, "learn": learn, "examples": examples, "batch": batch, "rate": rate, "decay": decay,
-        "classifier_rate": classifier_rate, "t_min": t_min, "t_max": t_max, "calls": calls,
+        "classifier_rate": classifier_rate, "t_min": t_min, "t_max": t_max, "few_steps": few_steps,
         "attacked": attacked, "clean": clean, "denoising": denoising, "knows": knows, "labels": labels, "crop": crop,
         "precision": precision, "seed": seed, "threads": threads,
         "adversary": _adversary("pgd", norm, eps, iterations, step_size, None),

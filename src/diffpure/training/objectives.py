@@ -4,10 +4,10 @@ What is trained is what a defence computes in one step: an image x in [0, 1] is 
 
     P(x) = (D(x_t) + 1)/2,    x_t = √α(t) (2x - 1) + std(t) ε,    D(x_t) = (x_t - std(t) ε̂(x_t, t)) / √α(t),
 
-with t* spread evenly over [t_min, t_max], one per image. With `calls` above one, a step of training draws how often P
-calls the score: once as above, or several times up to `calls`, where steps of the reverse SDE lead from x_t* to a
-state at t = 0.01 that is denoised (`FewStep` of first order). An attack on f(P(x)) goes through the purifier with exact
-gradients. An objective says which state x_t it makes of an image and an attack, and what it asks of the networks there.
+with t* spread evenly over [t_min, t_max], one per image. With `few_steps`, half of the steps of training, chosen by
+chance, purify in so many steps of the reverse SDE instead, from x_t* to a state at t = 0.02 that is denoised
+(`FewStep`). An attack on f(P(x)) goes through the purifier with exact gradients. An objective says which state x_t it
+makes of an image and an attack, and what it asks of the networks there.
 All of them ask for the noise that leads back to the clean image, ε* = (x_t - √α(t) (2x - 1)) / std(t), which is
 denoising score matching where nothing is attacked:
 
@@ -46,13 +46,13 @@ TIME: Final = 0  # steps of the noise of a row: a time, ranks and fresh noise by
 RANKS: Final = 1
 FRESH: Final = 1000
 WALK: Final = 0x3A1C  # the child whose noise the steps of a purification have; the attack's own is its child again
-END: Final = 0.01  # where the last of several calls denoises
+END: Final = 0.02  # where the last of several calls denoises, as in the recommended `FewStep(steps=5, end=0.02)`
 UNUSED: Final = Noise(())  # of a purification in one call
 
 
-def deployed(t_star: float, calls: int) -> Sampler:
-    """How a defence purifies from t* in the calls of the score that were trained."""
-    return FewStep(t_star=t_star, steps=calls - 1, end=END, order=1) if calls > 1 else OneShot(t_star)
+def deployed(t_star: float, few_steps: int) -> Sampler:
+    """How a defence purifies from t* in the steps that were trained, or in one call where there are none."""
+    return FewStep(t_star=t_star, steps=few_steps, end=END) if few_steps else OneShot(t_star)
 
 
 @final
@@ -78,18 +78,18 @@ class Guarded(nn.Module):
         noise = (state - over(torch.exp(-sde.gamma(t)), x) * (2 * x - 1)) / over(sde.std(t), x)
         return epsilon_loss(sde, t, predicted, noise, weighting)
 
-    def purify(self, state: Tensor, t: Tensor, calls: int = 1, noise: NoiseSource = UNUSED) -> tuple[Tensor, Tensor]:
-        """The images near [0, 1] that a state at t (B,) becomes in so many calls, and the first call's ε̂."""
+    def purify(self, state: Tensor, t: Tensor, steps: int = 0, noise: NoiseSource = UNUSED) -> tuple[Tensor, Tensor]:
+        """The images near [0, 1] that a state at t (B,) becomes in so many steps, and the first call's ε̂."""
         heard = _Heard(self.score)
-        sampler = FewStep(end=END, order=1)
-        times = time_grid(self.score.sde, t, END, calls - 1, sampler.spacing) if calls > 1 else t[None]
+        sampler = FewStep(end=END)
+        times = time_grid(self.score.sde, t, END, steps, sampler.spacing) if steps else t[None]
         x = walk(sampler.path(heard, times, noise), state)
         assert heard.first is not None
         return (x + 1) / 2, over(-self.score.sde.std(t), state) * heard.first
 
-    def forward(self, state: Tensor, t: Tensor, calls: int = 1, noise: NoiseSource = UNUSED) -> Tensor:
+    def forward(self, state: Tensor, t: Tensor, steps: int = 0, noise: NoiseSource = UNUSED) -> Tensor:
         """The logits (B, K) of a purified state."""
-        logits: Tensor = self.classifier(self.purify(state, t, calls, noise)[0])
+        logits: Tensor = self.classifier(self.purify(state, t, steps, noise)[0])
         return logits
 
 
@@ -116,7 +116,7 @@ class Rows:
     t: Tensor  # t* (B,) float64
     eps: Tensor  # the noise of the purification
     seeds: Tensor  # of everything else
-    calls: Tensor  # of the score per purification, the same number in all rows
+    steps: Tensor  # of the purification, the same number in all rows; none where one call denoises
 
     @property
     def noise(self) -> Noise:
@@ -135,13 +135,13 @@ def learns(part: nn.Module) -> bool:
 
 def _classifier(model: Guarded, config: PurifierConfig, rows: Rows) -> Tensor:
     """The cross-entropy of purified images, attacked and clean, and how far the noise was missed."""
-    x, y, t, eps, calls, noise = rows.x, rows.y, rows.t, rows.eps, int(rows.calls[0]), rows.noise
+    x, y, t, eps, steps, noise = rows.x, rows.y, rows.t, rows.eps, int(rows.steps[0]), rows.noise
     denoising = config.denoising if learns(model.score) else 0.0
     way = noise.child(WALK)
 
     def of(shown: Tensor) -> Tensor:
         state = model.diffuse(shown, t, eps)
-        images, predicted = model.purify(state, t, calls, way)
+        images, predicted = model.purify(state, t, steps, way)
         value = F.cross_entropy(model.classifier(images), y, label_smoothing=config.smoothing)
         return value + denoising * model.missed(x, state, t, predicted, config.weighting) if denoising else value
 
@@ -152,7 +152,7 @@ def _classifier(model: Guarded, config: PurifierConfig, rows: Rows) -> Tensor:
 
         def answer(moved: Tensor) -> Tensor:
             alone = config.knows == "classifier"
-            logits: Tensor = model.classifier(moved) if alone else model(model.diffuse(moved, t, known), t, calls, its)
+            logits: Tensor = model.classifier(moved) if alone else model(model.diffuse(moved, t, known), t, steps, its)
             return logits
 
         attacked = config.adversary.attacked(lambda moved: F.cross_entropy(answer(moved), y), x, rows.seeds)

@@ -60,7 +60,7 @@ class PurifierConfig:
     decay: float = 0.999
     t_min: float = 0.02
     t_max: float = 0.1
-    calls: int = 1  # of the score per purification, at most: each step of training draws how many, from one on
+    few_steps: int = 0  # half of the steps of training purify in so many, the others in one call; 0: all in one call
     adversary: Adversary = FAST_LINF
     knows: str = (
         "noise"  # what the attack knows beside the classifier: the purifier and its noise, the first, or neither
@@ -100,10 +100,10 @@ class PurifierConfig:
             raise InputError("The side of crops, how far they are reduced, and the images watched are 1 or more.")
         if not 0 < self.t_min <= self.t_max <= 1:
             raise InputError(f"Times need 0 < t_min <= t_max <= 1, got {self.t_min} and {self.t_max}.")
-        if self.calls < 1 or (self.calls > 1 and self.t_min <= END):
+        if self.few_steps < 0 or (self.few_steps and self.t_min <= END):
             raise InputError(
-                f"A purification calls the score at least once, and more often from t_min above {END:g} only, "
-                f"got {self.calls} calls and t_min = {self.t_min:g}."
+                f"few_steps is not negative, and steps lead down to {END:g}, so that t_min is above that, "
+                f"got {self.few_steps} steps and t_min = {self.t_min:g}."
             )
         if min(self.attacked, self.clean, self.denoising) < 0:
             raise InputError("The weights of attacked images, of clean ones and of denoising are not negative.")
@@ -116,7 +116,7 @@ class PurifierConfig:
         """Refuse what an objective without a classifier's loss would pass over."""
         if self.learn != "score":
             raise InputError(f"The objective {self.objective!r} trains the score alone, so learn is 'score'.")
-        for name in ("calls", "knows", "attacked", "clean", "denoising", "smoothing"):
+        for name in ("few_steps", "knows", "attacked", "clean", "denoising", "smoothing"):
             if getattr(self, name) != getattr(type(self), name):
                 raise InputError(f"{name} belongs to the objective 'classifier', and {self.objective!r} has none.")
 
@@ -195,8 +195,8 @@ def _batches(images: Images | Photos, config: PurifierConfig) -> Callable[[int],
         t = config.t_min + (config.t_max - config.t_min) * spread(len(x), random)
         eps = torch.randn(x.shape, generator=random)
         seeds = torch.randint(1 << 62, (len(x),), generator=random)
-        calls = torch.randint(1, config.calls + 1, (1,), generator=random).expand(len(x))
-        return x, y, t, eps, seeds, calls
+        steps = config.few_steps * torch.randint(2, (1,), generator=random)
+        return x, y, t, eps, seeds, steps.expand(len(x))
 
     return batch
 
@@ -206,7 +206,7 @@ def _watch(config: PurifierConfig, images: Images, model: nn.Module) -> str:
     assert isinstance(model, Guarded)
     parts = copy.deepcopy(model)  # a purifier freezes its score, and this one has to learn on
     t_star = (config.t_min + config.t_max) / 2
-    defense = Defense(Purifier(parts.score, deployed(t_star, config.calls)), parts.classifier)
+    defense = Defense(Purifier(parts.score, deployed(t_star, config.few_steps)), parts.classifier)
     x, y, seeds = images.float(), images.labels, Noise.of(config.seed, len(images))
     threat = config.adversary.threat
     z = PGD(iterations=STEPS)(defense, x, y, threat, seeds=seeds.child(0).seeds)
