@@ -1,7 +1,8 @@
 """Accuracy left against gradients per image and seconds: our attacks and the public AutoAttack, on seven defences.
 
-    python benchmarks/strength.py --out strength.jsonl [--images 64] [--batch 16] [--seeds 0 1 2] [--budgets 20 40 80]
-                                  [--defences ancestral …] [--attacks strong …] [--judges 64] [--threads 1] [--table]
+    python benchmarks/strength.py --out strength.jsonl [--images 64] [--first 0] [--batch 16] [--seeds 0 1 2]
+                                  [--budgets 20 40 80] [--defences ancestral …] [--attacks strong …] [--judges 64]
+                                  [--threads 1] [--table]
 
 The budget is the number of gradients of the whole model per image: EOT samples × steps. `strong` is
 `dp.strong(budget)` (`dp.STRONG` is that of 80), `two-losses` divides the budget between the losses, `momentum` has
@@ -135,13 +136,13 @@ def planned(options: argparse.Namespace) -> Iterator[Row]:
     """All pieces, the cheapest first, attacks in turn."""
     for budget in sorted(options.budgets):
         for seed in options.seeds:
-            for start in range(0, options.images, options.batch):
+            for start in range(options.first, options.first + options.images, options.batch):
                 for defence in options.defences:
                     random = defence != "resnet-at"
                     for attack in options.attacks:
                         if attack != PUBLIC and ATTACKS[attack](budget, random) is None:
                             continue
-                        stop = min(start + options.batch, options.images)
+                        stop = min(start + options.batch, options.first + options.images)
                         whole = 0 if attack == "standard" else budget
                         judges = options.judges if random else 1
                         values = (defence, attack, whole, seed, start, stop, judges)
@@ -169,7 +170,7 @@ def read(path: Path) -> dict[tuple[Any, ...], Row]:
 
 
 def run(options: argparse.Namespace) -> None:
-    x, y = samples(options.images)
+    x, y = samples(options.first + options.images)
     made = functools.cache(lambda name: DEFENCES[name]())
     done = read(options.out)
     pieces = {tuple(piece.values()): piece for piece in planned(options)}
@@ -254,7 +255,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name, value in {"images": 64, "batch": 16, "judges": 64, "threads": 1}.items():
+    for name, value in {"images": 64, "first": 0, "batch": 16, "judges": 64, "threads": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--defences", nargs="+", choices=DEFENCES, default=list(DEFENCES))
     parser.add_argument("--attacks", nargs="+", choices=[*ATTACKS, PUBLIC], default=[*ATTACKS, PUBLIC])

@@ -365,7 +365,7 @@ def test_a_run_goes_on_with_its_own_networks_only(tmp_path):
         ({"objective": "bridge", "learn": "score", "knows": "purifier"}, "knows belongs"),
         ({"objective": "rank", "learn": "score", "few_steps": 2, "t_min": 0.03}, "few_steps belongs"),
         ({"few_steps": -1}, "not negative"),
-        ({"few_steps": 2, "t_min": 0.02}, "t_min is above that"),
+        ({"few_steps": 2, "t_min": 0.02}, "a larger t_min"),
         ({"weighting": "edn"}, "weighting"),
         ({"t_min": 0}, "0 < t_min"),
         ({"t_min": 0.2}, "t_min <= t_max"),

@@ -100,11 +100,10 @@ class PurifierConfig:
             raise InputError("The side of crops, how far they are reduced, and the images watched are 1 or more.")
         if not 0 < self.t_min <= self.t_max <= 1:
             raise InputError(f"Times need 0 < t_min <= t_max <= 1, got {self.t_min} and {self.t_max}.")
-        if self.few_steps < 0 or (self.few_steps and self.t_min <= END):
-            raise InputError(
-                f"few_steps is not negative, and steps lead down to {END:g}, so that t_min is above that, "
-                f"got {self.few_steps} steps and t_min = {self.t_min:g}."
-            )
+        if self.few_steps < 0:
+            raise InputError(f"few_steps is not negative, got {self.few_steps}.")
+        if self.few_steps and self.t_min <= END:
+            raise InputError(f"few_steps lead down to t = {END:g} and need a larger t_min, got {self.t_min:g}.")
         if min(self.attacked, self.clean, self.denoising) < 0:
             raise InputError("The weights of attacked images, of clean ones and of denoising are not negative.")
         if self.attacked + self.clean == 0:
