@@ -1,10 +1,11 @@
 """What the card of a CIFAR-10 score model says: errors of the noise, and accuracy behind it by sampler and t*.
 
-    python benchmarks/score_card.py [--score cifar10-small | FILE --like cifar10-small] [--images 1000] [--threads 1]
-                                    [--samplers one-shot …] [--on clean autoattack]
+    python benchmarks/score_card.py [--score cifar10-small | FILE --like cifar10-small] [--images 1000] [--skip 0]
+                                    [--classifier cifar10-resnet] [--samplers one-shot …] [--on clean autoattack]
+                                    [--threads 1]
 
-The images are the first N of CIFAR-10's test set that are not embedded samples (`diffpure data fetch cifar10`), the
-classifier is `cifar10-resnet`. One evaluation sample per image; its seed, for the purifier and for the attack, is its
+The images are the first N (after the first `--skip`) of CIFAR-10's test set that are not embedded samples (`diffpure
+data fetch cifar10`). One evaluation sample per image; its seed, for the purifier and for the attack, is its
 dataset index. The attack is the standard AutoAttack (ℓ∞ 8/255) on the undefended classifier, which knows nothing of the
 purifier. Attacked images and counts are kept, piece by piece, under the hash of the weights: a killed run goes on, and
 other weights begin anew. Prints the lines of a card, with Wilson's 95 % intervals.
@@ -31,7 +32,6 @@ from diffpure.training.score import TIMES, epsilon_error
 
 THREAT = dp.Linf(8 / 255)
 PIECE = 100  # images attacked or purified together
-CLASSIFIER = "cifar10-resnet"
 SAMPLERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "one-shot": (dp.OneShot, {}),
     "ddim": (dp.DDIM, {"steps": 5}),
@@ -80,9 +80,10 @@ class Counts:
 def main() -> None:
     given = parse()
     torch.set_num_threads(given.threads)
-    score, classifier = dp.load_score(given.score, like=given.like), dp.load_classifier(CLASSIFIER)
+    score, classifier = dp.load_score(given.score, like=given.like), dp.load_classifier(given.classifier)
     embedded = set(samples.indices().tolist())
-    indices = torch.tensor([index for index in range(10_000) if index not in embedded][: given.images])
+    indices = torch.tensor([index for index in range(10_000) if index not in embedded])
+    indices = indices[given.skip : given.skip + given.images]
     test = cifar10.load("test")[indices]
     x, y = test.float(), test.labels
     print(f"[{Path(given.score).stem}.epsilon_error]", flush=True)
@@ -92,7 +93,7 @@ def main() -> None:
     views = {"clean": x}
     if "autoattack" in given.on:
         views["autoattack"] = attacked(classifier, x, y, indices, given.folder / identify(classifier)[:8])
-    counts = Counts(given.folder / f"{identify(score)[:8]}-{len(x)}.json")
+    counts = Counts(given.folder / f"{identify(score)[:8]}-{identify(classifier)[:8]}-{given.skip}-{len(x)}.json")
     print(f"\n[{Path(given.score).stem}.purified]")
     for view in given.on:
         for name in given.samplers:
@@ -112,7 +113,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--score", default="cifar10-small")
     parser.add_argument("--like", help="the model that a file is read as")
+    parser.add_argument("--classifier", default="cifar10-resnet", help="a name or a file")
     parser.add_argument("--images", type=int, default=1000)
+    parser.add_argument("--skip", type=int, default=0, help="begin so many images later")
     parser.add_argument("--times", type=float, nargs="+", default=[0.05, 0.1, 0.15], help="the t* of every sampler")
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=list(SAMPLERS))
     parser.add_argument("--on", nargs="+", choices=["clean", "autoattack"], default=["clean", "autoattack"])
