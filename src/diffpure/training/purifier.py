@@ -100,8 +100,8 @@ class PurifierConfig:
             raise InputError("The side of crops, how far they are reduced, and the images watched are 1 or more.")
         if not 0 < self.t_min <= self.t_max <= 1:
             raise InputError(f"Times need 0 < t_min <= t_max <= 1, got {self.t_min} and {self.t_max}.")
-        if self.few_steps < 0:
-            raise InputError(f"few_steps is not negative, got {self.few_steps}.")
+        if self.few_steps != int(self.few_steps) or self.few_steps < 0:
+            raise InputError(f"few_steps is a whole number from 0 on, got {self.few_steps}.")
         if self.few_steps and self.t_min <= END:
             raise InputError(f"few_steps lead down to t = {END:g} and need a larger t_min, got {self.t_min:g}.")
         if min(self.attacked, self.clean, self.denoising) < 0:
