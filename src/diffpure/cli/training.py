@@ -140,9 +140,9 @@ def purifier(
     knows: Annotated[str | None, typer.Option(help="noise, purifier or classifier (alone).")] = None,
     precision: Precision = None,
     labels: Annotated[str | None, typer.Option(help="given, or classifier: its own (photographs).")] = None,
-    crop: Annotated[int | None, typer.Option(min=1, help="Side of the squares of photographs: 224.")] = None,
+    crop: Annotated[int | None, typer.Option(min=1, hidden=True, help="Side of the squares of photographs.")] = None,
     seed: Seed = None,
-    data: Annotated[Path | None, typer.Option(help="CIFAR-10, the cache by default; photographs.")] = None,
+    data: Annotated[Path | None, typer.Option(help="CIFAR-10 or photographs, cut (--crop).")] = None,
     threads: Threads = None,
 ) -> None:
     """Train a score against attacks that go through it, and the classifier behind it, or one alone."""
