@@ -2,13 +2,15 @@
 
     python benchmarks/masking.py [--defence cifar10-robust] [--images 128] [--out runs/masking] [--threads 1]
                                  [--siblings cifar10-resnet-at cifar10-diffpure-at]
+                                 [--score NAME-OR-FILE --classifier NAME-OR-FILE --like NAME --t-star 0.1]
 
 Where gradients lead an attack, it leaves no more images than one that has none (Square) or that was made for another
 model (the siblings), more steps and more EOT samples change little, and without a budget nothing is left (Athalye et
 al. 2018; Carlini et al. 2019). An audit holds the gradient of eight images against finite differences first. The images
 are the first embedded CIFAR-10 test images, the threat is ℓ∞ 8/255, seed 0. Every row is an evaluation of its own under
 `--out`, which goes on where it was stopped. Prints how many images are correct by one draw, by the average of ten
-and by all ten.
+and by all ten. With `--score` and `--classifier`, of which one may be a file of weights, the defence is one-step
+purification at `--t-star` with these two, and `--defence` only names its folder.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def sibling(name: str) -> Attack:
 def main() -> None:
     given = parse()
     torch.set_num_threads(given.threads)
-    defence = dp.load_defense(given.defence).with_gradient(dp.Backprop())
+    defence = made(given).with_gradient(dp.Backprop())
     images, labels = dp.samples(given.images)
     first = images[:8]
     print(f"audit of {len(first)} images: {dp.audit_gradient(defence, first, seeds=range(len(first)))}", flush=True)
@@ -68,6 +70,15 @@ def main() -> None:
         print(f"  {name}:", counts(result, "minimum"), flush=True)
 
 
+def made(given: argparse.Namespace) -> dp.Defense:
+    """The defence that is named, or made of a score and a classifier."""
+    if given.score is None:
+        return dp.load_defense(given.defence)
+    score = dp.load_score(given.score, like="cifar10-small" if Path(given.score).is_file() else None)
+    classifier = dp.load_classifier(given.classifier, like=given.like if Path(given.classifier).is_file() else None)
+    return dp.Defense(dp.Purifier(score, dp.OneShot(given.t_star)), classifier)
+
+
 def counts(result: dp.Result, what: str) -> str:
     """How many images are correct under each rule, and the interval of each."""
     rates = (result.rate(what, rule) for rule in RULES)
@@ -77,6 +88,10 @@ def counts(result: dp.Result, what: str) -> str:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--defence", default="cifar10-robust")
+    parser.add_argument("--score", help="a score for a defence of your own: a name, or weights like cifar10-small's")
+    parser.add_argument("--classifier", default="cifar10-resnet", help="its classifier: a name, or a file of weights")
+    parser.add_argument("--like", default="cifar10-resnet-at", help="what the classifier's weights belong to")
+    parser.add_argument("--t-star", type=float, default=0.1)
     parser.add_argument("--siblings", nargs="*", default=["cifar10-resnet-at", "cifar10-diffpure-at"])
     parser.add_argument("--images", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)

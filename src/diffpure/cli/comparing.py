@@ -35,10 +35,8 @@ def compare(
     say(f"{len(found.indices)} images, paired; right by the rule {found.rule}")
     table = Table("", "both", "only A", "only B", "neither", "A - B [95 % interval]", "McNemar p")
     for name, pairs in found.pairs.items():
-        low, high = pairs.interval
-        difference = f"{100 * pairs.difference:+.1f} % [{100 * low:+.1f}, {100 * high:+.1f}]"
         counts = (pairs.both, pairs.only_a, pairs.only_b, pairs.neither)
-        table.add_row(Text(visible(found.titles[name])), *map(str, counts), difference, f"{pairs.p_value:.3g}")
+        table.add_row(Text(visible(found.titles[name])), *map(str, counts), str(pairs), f"{pairs.p_value:.3g}")
     console.print(table)
     for remark in found.remarks:
         say(f"note: {remark}")

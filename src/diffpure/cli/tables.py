@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from diffpure.evaluation.engine import Engine
     from diffpure.experiments.load import Loader
+    from diffpure.experiments.reading import Reading
     from diffpure.experiments.spec import EvaluationSpec
     from diffpure.experiments.table import Table
     from diffpure.results.result import Result
@@ -40,6 +41,7 @@ class Way:
     as_json: bool = False
     quiet: bool = False
     show: bool = False
+    reading: Reading | None = None
 
 
 class Runs:
@@ -78,6 +80,8 @@ def table(
     out: Annotated[Path, typer.Option("--out", "-o", help="Parent of the runs' folders.")] = Path("runs"),
     only: Annotated[str | None, typer.Option(help="Only the row of this name.")] = None,
     scale: Scale = "small",
+    rule: Annotated[str | None, typer.Option(help='Decision rule of what is printed, or "every".')] = None,
+    against: Annotated[list[str] | None, typer.Option(help="Compare others with this row, paired by image.")] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Two images and two steps of everything: does it run?")] = False,
     estimate: Annotated[bool, typer.Option("--estimate", help="Only say what is missing and what it costs.")] = False,
     show: Annotated[bool, typer.Option("--show", help="Only print what is measured already.")] = False,
@@ -90,6 +94,7 @@ def table(
 ) -> None:
     """Run what is missing of a table and print it beside the reported numbers."""
     use_threads(threads)
+    from diffpure.experiments.reading import Reading
     from diffpure.experiments.table import Table, shipped_tables
 
     shipped = shipped_tables()
@@ -102,7 +107,8 @@ def table(
     wanted = Table.read(shipped.get(name, name))
     loader = make_loader(device, allow_code, None if name in shipped else Path(name).parent)
     limit = None if memory is None else int(memory * 2**30)
-    way = Way(out, loader, limit, estimate=estimate, as_json=as_json, quiet=quiet, show=show)
+    reading = Reading(rule=rule, against=tuple(against or ()))
+    way = Way(out, loader, limit, estimate=estimate, as_json=as_json, quiet=quiet, show=show, reading=reading)
     _measure(wanted, way, f"{name} at {scale} scale", scale, only, tiny)
 
 
@@ -142,7 +148,7 @@ def _measure(
         print_json([dict(zip(headings, line, strict=True)) for line in lines])
     else:
         _print(f"{wanted.title} ({wanted.source})" if wanted.source else wanted.title, lines, headings)
-        for text in filter(None, (wanted.note, lacking)):
+        for text in filter(None, (wanted.note, way.reading and way.reading.note, lacking)):
             say(text)
 
 
@@ -151,8 +157,11 @@ def measured(
 ) -> tuple[Sequence[str], list[list[str]]]:
     """The headings and lines of a table, after what is missing of it was run."""
     from diffpure.experiments import measure, search
+    from diffpure.experiments.reading import Reading
     from diffpure.experiments.table import EVALUATION, HEADINGS
 
+    reading = runs.way.reading or Reading()
+    rows = reading.rows(wanted, only)
     if wanted.kind == "search":
         return search.HEADINGS, [trial.cells(wanted) for trial in search.search(wanted, runs, scale, tiny=tiny)]
     if wanted.kind != EVALUATION:
@@ -164,11 +173,8 @@ def measured(
                 found = measure.read(measure.measure(wanted, runs.way.out, scale, runs.way.loader, tiny=tiny))
         said = [wanted.said(row) for row in wanted.rows]
         return (HEADINGS, said) if found is None else (found.headings, found.lines)
-    lines = []
-    for row in wanted.chosen(only):
-        entries = list(wanted.expanded(row, scale, tiny=tiny))
-        lines += [wanted.cells(entry, runs(entry.spec)) for entry in entries] or [wanted.said(row)]
-    return HEADINGS, lines
+    parts = {row.name: [(entry, runs(entry.spec)) for entry in wanted.expanded(row, scale, tiny=tiny)] for row in rows}
+    return reading.headings, reading.lines(wanted, rows, parts)
 
 
 def _say_missing(seconds: float, lacking: str, as_json: bool) -> None:

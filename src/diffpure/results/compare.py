@@ -32,7 +32,7 @@ class Pairs:
 
     def __post_init__(self) -> None:
         if min(self.both, self.only_a, self.only_b, self.neither) < 0 or not self.total:
-            raise InputError(f"Pairs are counts of at least one image, got {self}.")
+            raise InputError(f"Pairs are counts of at least one image, got {self!r}.")
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[bool, bool]]) -> Pairs:
@@ -63,6 +63,10 @@ class Pairs:
         """McNemar's exact test: min(1, 2 P(X ≤ min(b, c))) with X ~ Binomial(b + c, ½)."""
         n, fewer = self.only_a + self.only_b, min(self.only_a, self.only_b)
         return float(min(1.0, 2 * sum(math.comb(n, k) for k in range(fewer + 1)) / 2**n))
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{100 * self.difference:+.1f} % [{100 * low:+.1f}, {100 * high:+.1f}]"
 
     def as_dict(self) -> dict[str, Any]:
         """The counts and what follows from them, as plain data."""
