@@ -23,14 +23,11 @@ from diffpure.errors import InputError
 from diffpure.experiments import measure, needs, search
 from diffpure.experiments.load import PLAIN, Loader, run_folder, run_spec
 from diffpure.experiments.paper import FULL, lacking, markdown, page, show, tables, verdict
-from diffpure.experiments.reading import Reading
 from diffpure.experiments.spec import EvaluationSpec
 from diffpure.experiments.table import SMALL, Claim, Entry, Table, shipped_tables
 from diffpure.models import resolve
 from diffpure.models.cards import Card
 from diffpure.models.resolve import Family
-from diffpure.results.compare import compare
-from diffpure.results.result import Result
 from evaluations import two_photographs
 
 PAPER = tables()
@@ -421,58 +418,6 @@ def test_imagenet_takes_the_detour_at_its_real_size(official: dict[str, int], tm
     assert set(seen) == {256}
 
 
-# ---------------------------------------------------------------------------------------------------- ways to read one
-
-
-def three_runs() -> Table:
-    """Three runs of two images on an undefended classifier: two threats, and one without attack."""
-    pgd = {"kind": "pgd", "iterations": 1}
-    base = {
-        "rules": ["one-shot", "worst of 2"],
-        "model": {"classifier": "cifar10-resnet"},
-        "data": {"images": "0-1"},
-        "threat": {"eps": "8/255"},
-        "attacks": [pgd],
-    }
-    rows = [
-        {"name": "a"},
-        {"name": "b", "set": {"attacks": [{"kind": "pgd", "iterations": 2}]}},
-        {"name": "c", "set": {"threat": {"kind": "l2", "eps": 0.5}}},
-        {"name": "d", "run": False},
-    ]
-    return Table.of({"title": "small", "base": base, "rows": rows, "headline": "minimum"})
-
-
-def read(reading: Reading, table: Table, out: Path, only: str | None = None) -> list[list[str]]:
-    rows = reading.rows(table, only)
-    runs = {row.name: [(each, run_spec(each.spec, out / each.name)) for each in table.expanded(row)] for row in rows}
-    return reading.lines(table, rows, runs)
-
-
-def test_a_table_is_read_by_every_rule_and_beside_a_row_of_the_same_threat(tmp_path: Path) -> None:
-    table = three_runs()
-    assert [line[0] for line in read(Reading(), table, tmp_path)] == ["a", "b", "c", "d"]
-    lines = read(Reading(rule="every", against=("a",)), table, tmp_path)
-    assert [line[0] for line in lines] == [f"{row}, by {rule}" for row in "abc" for rule in table.base["rules"]] + ["d"]
-    assert {len(line) for line in lines} == {len(Reading(against=("a",)).headings)}
-    entry, other = (next(table.entries(only=name)) for name in "ab")
-    pairs = compare(Result.load(tmp_path / other.name), Result.load(tmp_path / entry.name)).pairs["worst case"]
-    assert [line[-1] for line in lines] == ["–", "–", str(pairs), str(pairs), "–", "–", ""]
-    assert [line[0] for line in read(Reading(against=("a",)), table, tmp_path, "c")] == ["a", "c"]
-
-
-def test_a_rule_that_was_not_measured_and_a_row_that_is_not_there_are_refused(tmp_path: Path) -> None:
-    table = three_runs()
-    with pytest.raises(
-        InputError, match=r"The row 'a' was measured by the rules one-shot, worst of 2, not by worst of 3"
-    ):
-        read(Reading(rule="worst of 3"), table, tmp_path, "a")
-    with pytest.raises(InputError, match="row"):
-        Reading(against=("e",)).rows(table)
-    with pytest.raises(InputError, match="rows are evaluations"):
-        Reading(rule="every").rows(PAPER["paper/step-size"])
-
-
 # ----------------------------------------------------------------------------------------------------------- commands
 
 
@@ -522,7 +467,7 @@ def test_the_page_says_what_is_not_measured_yet(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_runs_once_they_are_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = three_runs()
+    table = small_table()
     for entry in table.entries():
         result = run_spec(entry.spec.tiny(), run_folder(entry.spec.tiny(), tmp_path))
         assert result.complete
