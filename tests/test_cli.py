@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import glob
 import html
 import json
@@ -53,6 +54,31 @@ def test_help_fits_a_screen(command):
     assert len(found.output.splitlines()) <= 40
     if command in COMMANDS:
         assert "Example: diffpure " + " ".join(command) in found.output
+
+
+TAKEN_AGAIN = """
+import resource, sys, torch
+from diffpure.cli.base import keep_memory
+if sys.argv[1] == "keep":
+    keep_memory()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(50):
+    torch.empty(2**24).fill_(1)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_memory_that_is_freed_is_not_asked_of_the_system_again():
+    try:
+        ctypes.CDLL(None).mallopt  # noqa: B018
+    except (AttributeError, OSError, TypeError):
+        pytest.skip("this C library has no mallopt")
+
+    def pages(how):
+        command = [sys.executable, "-c", TAKEN_AGAIN, how]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    assert pages("keep") < pages("return") / 2
 
 
 def test_help_does_not_wait_for_torch():

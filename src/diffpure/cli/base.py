@@ -6,6 +6,8 @@ Results go to standard output and progress to standard error. Names come from fi
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import threading
 import time
 from collections.abc import Mapping
@@ -36,6 +38,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program t
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 Device = Annotated[DeviceName, typer.Option(help="auto takes a GPU if there is one.", show_default=False)]
 EVERY: Final = 30.0  # seconds between two lines where there is no terminal
+_MALLOPT: Final = {"M_TRIM_THRESHOLD": -1, "M_MMAP_THRESHOLD": -3}  # of glibc's malloc.h
 
 
 def _version(wanted: bool) -> None:
@@ -59,6 +62,17 @@ def use_threads(threads: int | None) -> None:
         import torch
 
         torch.set_num_threads(threads)
+
+
+def keep_memory() -> None:
+    """Let the C library keep memory that is freed, where it is glibc, as every step of an attack takes the same again.
+
+    Else the pages of a step's graphs come from the system anew each time, a tenth of an evaluation's time
+    (`benchmarks/freed_memory.py`). For commands that attack, not for a library inside somebody's program.
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+        for what in _MALLOPT.values():
+            ctypes.CDLL(None).mallopt(what, 1 << 30)
 
 
 def use_device(name: DeviceName) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from diffpure.cli.base import Bars, Threads, app, console, say, use_threads
+from diffpure.cli.base import Bars, Threads, app, console, keep_memory, say, use_threads
 from diffpure.cli.evaluation import stoppable
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def demo(
 ) -> None:
     """Attack a classifier, purify, and attack the defence: offline, in about a minute."""
     use_threads(threads)
+    keep_memory()
     from diffpure.disk import one_sentence
     from diffpure.experiments.demo import DemoConfig, run_demo
     from diffpure.report.page import write

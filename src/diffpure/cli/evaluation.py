@@ -20,6 +20,7 @@ from diffpure.cli.base import (
     Threads,
     app,
     errors,
+    keep_memory,
     say,
     use_device,
     use_threads,
@@ -101,6 +102,7 @@ def evaluate(
 ) -> None:
     """Evaluate a defence or a classifier as a spec says; a killed run goes on."""
     use_threads(threads)
+    keep_memory()
     from diffpure.experiments.load import run_folder, run_spec
 
     wanted, base = read_spec(spec)
@@ -274,6 +276,7 @@ def attack(
     They are those that `diffpure evaluate` finds, and it goes on from them.
     """
     use_threads(threads)
+    keep_memory()
     from diffpure.evaluation.store import IMAGES
     from diffpure.evaluation.units import Unit
     from diffpure.experiments.load import run_folder, run_spec

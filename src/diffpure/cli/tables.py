@@ -10,7 +10,7 @@ import typer
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from diffpure.cli.base import AsJson, Device, Quiet, Threads, app, console, say, use_threads, visible
+from diffpure.cli.base import AsJson, Device, Quiet, Threads, app, console, keep_memory, say, use_threads, visible
 from diffpure.cli.evaluation import AllowCode, Memory, RunBar, make_loader, stoppable
 from diffpure.cli.output import print_json
 from diffpure.errors import InputError, unknown
@@ -94,6 +94,7 @@ def table(
 ) -> None:
     """Run what is missing of a table and print it beside the reported numbers."""
     use_threads(threads)
+    keep_memory()
     from diffpure.experiments.reading import Reading
     from diffpure.experiments.table import Table, shipped_tables
 
