@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -99,6 +100,30 @@ def test_noise_depends_on_seed_and_step_only():
     assert not torch.equal(noise(6, like), z)
     assert not torch.equal(noise.child(0)(5, like), z)
     assert not torch.equal(noise.child(0)(5, like), noise.child(1)(5, like))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_is_the_same_with_any_number_of_threads(dtype):
+    like, noise, before = torch.empty(7, 3, 32, 32, dtype=dtype), Noise(tuple(range(7))), torch.get_num_threads()
+    alone = torch.cat([Noise((seed,))(5, like[:1]) for seed in range(7)])
+    try:
+        for threads in (1, 2, 3, 16):
+            torch.set_num_threads(threads)
+            assert torch.equal(noise(5, like), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
+def test_a_forked_process_draws_noise_with_threads_of_its_own():
+    code = (
+        "import os, torch; from diffpure.noise import Noise\n"
+        "torch.set_num_threads(2); like = torch.empty(8, 3, 32, 32)\n"
+        "draw = lambda: Noise(tuple(range(8)))(1, like).numpy().tobytes(); drawn = draw(); child = os.fork()\n"
+        "if child == 0: os._exit(draw() != drawn)\n"
+        "raise SystemExit(os.waitpid(child, 0)[1])"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_noise_is_standard_normal():

@@ -6,9 +6,12 @@ seeds they come from the operating system's entropy, so that nobody can predict 
 
 from __future__ import annotations
 
+import functools
 import operator
+import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -26,6 +29,7 @@ Seeds = int | Sequence[int] | Tensor | None  # one per image; one number for all
 Words = NDArray[np.uint64]
 
 _MASK: Final = (1 << 64) - 1
+_MANY: Final = 1 << 14  # numbers; fewer are drawn before another thread has begun
 _MIRRORED: Final[ContextVar[bool]] = ContextVar("mirrored", default=False)
 
 
@@ -94,8 +98,12 @@ class Noise:
     def __call__(self, step: int, like: Tensor) -> Tensor:
         """Standard normal numbers shaped like `like` (B, ...), for one step."""
         out = np.empty(like.shape, dtype=np.float64 if like.dtype == torch.float64 else np.float32)
-        for row, seed in zip(out, self.seeds, strict=True):
-            self._stream(seed, step).standard_normal(out=row, dtype=row.dtype)
+        rows = list(zip(out, self.seeds, strict=True))
+        threads = min(torch.get_num_threads(), len(rows)) if out.size >= _MANY else 1
+        others = [_pool(threads, os.getpid()).submit(self._fill, rows[i::threads], step) for i in range(1, threads)]
+        self._fill(rows[::threads], step)
+        for other in others:
+            other.result()
         drawn = torch.from_numpy(out).to(device=like.device, dtype=like.dtype)
         return -drawn if self.mirrored else drawn
 
@@ -112,9 +120,20 @@ class Noise:
         """The children 0 … count - 1 of each image, one image after the other: (B · count) streams."""
         return replace(self, seeds=tuple(mix_all(_words(self.seeds)[:, None], np.arange(count)).ravel().tolist()))
 
+    def _fill(self, rows: Sequence[tuple[NDArray[Any], int]], step: int) -> None:
+        """Draw into the rows, each from the stream of its seed."""
+        for row, seed in rows:
+            self._stream(seed, step).standard_normal(out=row, dtype=row.dtype)
+
     @staticmethod
     def _stream(seed: int, step: int) -> np.random.Generator:
         return np.random.Generator(np.random.Philox(key=np.array([seed, step & _MASK], dtype=np.uint64)))
+
+
+@functools.lru_cache(maxsize=4)
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """Threads that draw beside the calling one, as many as torch computes with; a forked process has its own."""
+    return ThreadPoolExecutor(threads, "noise")
 
 
 def whole_number(seed: Any) -> int:
