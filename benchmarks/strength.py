@@ -15,7 +15,7 @@ model that is not random, whatever the budget.
 Attacks take turns on each batch, the smallest budget first. A piece (defence, attack, budget, seed, batch) is one line
 of the file, flushed; a piece that is there is not run again. `--table` prints what is there: means over images and
 seeds, with 95 % bootstrap intervals over images, also of the paired difference to `strong` at the same budget, and the
-ratio of the times of both, taken in turn.
+ratio of the times of both where they were taken in turn. `strength_figure.py` draws it.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ KEY = ("defence", "attack", "budget", "seed", "start", "stop", "judges")
 THREAT = dp.Linf(8 / 255)
 EOT = 4  # of PGD, APGD and the public APGD
 DRAWS = 10  # of DiffHammer
+TURN = 10  # lines that lie further apart in a file were not taken in turn, and perhaps not on one machine
 
 
 def behind(sampler: Any, classifier: str) -> Callable[[], nn.Module]:
@@ -165,7 +166,7 @@ def measured(piece: Row, model: nn.Module, x: Tensor, y: Tensor) -> Row:
 
 def read(path: Path) -> dict[tuple[Any, ...], Row]:
     lines = path.read_text().splitlines() if path.exists() else []
-    rows = (json.loads(line) for line in lines if line.endswith("}"))
+    rows = ({**json.loads(line), "line": i} for i, line in enumerate(lines) if line.endswith("}"))
     return {tuple(row[key] for key in KEY): row for row in rows}
 
 
@@ -190,9 +191,15 @@ def run(options: argparse.Namespace) -> None:
 
 def interval(values: np.ndarray) -> str:
     """The mean of one number per image, with its 95 % bootstrap interval."""
+    low, high = interval_of(values)
+    return f"{values.mean():+.3f} [{low:+.3f}, {high:+.3f}]"
+
+
+def interval_of(values: np.ndarray) -> tuple[float, float]:
+    """The 95 % bootstrap interval of the mean of one number per image."""
     chosen = np.random.default_rng(0).integers(0, len(values), (5000, len(values)))
     low, high = np.percentile(values[chosen].mean(1), [2.5, 97.5])
-    return f"{values.mean():+.3f} [{low:+.3f}, {high:+.3f}]"
+    return float(low), float(high)
 
 
 def table(rows: list[Row]) -> Iterator[str]:
@@ -220,18 +227,24 @@ def _gradients(calls: dict[str, float]) -> float:
 
 
 def difference(own: dict[int, dict[int, float]], strong: dict[int, dict[int, float]]) -> str:
-    """The accuracy left minus that of `strong`, paired by image and seed."""
+    apart = differences(own, strong)
+    return interval(apart) if len(apart) else ""
+
+
+def differences(own: dict[int, dict[int, float]], strong: dict[int, dict[int, float]]) -> np.ndarray:
+    """The accuracy left minus that of `strong`, paired by image and seed, its mean over seeds for each image."""
     apart: dict[int, list[float]] = {}
     for image, seed in [(i, s) for i in own for s in own[i] if s in strong.get(i, {})]:
         apart.setdefault(image, []).append(own[image][seed] - strong[image][seed])
-    return interval(np.array([np.mean(v) for v in apart.values()])) if apart else ""
+    return np.array([np.mean(v) for v in apart.values()])
 
 
 def ratio(group: list[Row], strong: list[Row]) -> str:
-    """The time that the attack took, in that of `strong` on the same images with the same seeds."""
+    """The time that the attack took, in that of `strong` on the same images with the same seeds, taken in turn."""
     place = ("seed", "start", "stop")
-    base = {tuple(row[key] for key in place): row["seconds"] for row in strong}
-    both = [(row["seconds"], base[key]) for row in group if (key := tuple(row[k] for k in place)) in base]
+    base = {tuple(row[key] for key in place): row for row in strong}
+    pairs = [(row, base[key]) for row in group if (key := tuple(row[k] for k in place)) in base]
+    both = [(own["seconds"], other["seconds"]) for own, other in pairs if abs(own["line"] - other["line"]) <= TURN]
     return f"{sum(a for a, _ in both) / sum(b for _, b in both):.2f}" if both else ""
 
 
