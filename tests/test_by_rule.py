@@ -8,7 +8,7 @@ by_rule = pytest.importorskip("by_rule", reason="needs benchmarks/")
 
 
 def column(*right):
-    return dict.fromkeys(by_rule.RULES, dict(enumerate(right)))
+    return {rule: dict(enumerate(right)) for rule in by_rule.RULES}
 
 
 def test_an_image_is_right_after_both_attacks_only_if_it_is_after_each():
