@@ -104,7 +104,7 @@ def test_noise_depends_on_seed_and_step_only():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_noise_is_the_same_with_any_number_of_threads(dtype):
-    like, noise, before = torch.empty(7, 3, 32, 32, dtype=dtype), Noise(tuple(range(7))), torch.get_num_threads()
+    like, noise, before = torch.empty(7, 3, 96, 96, dtype=dtype), Noise(tuple(range(7))), torch.get_num_threads()
     alone = torch.cat([Noise((seed,))(5, like[:1]) for seed in range(7)])
     try:
         for threads in (1, 2, 3, 16):
@@ -118,7 +118,7 @@ def test_noise_is_the_same_with_any_number_of_threads(dtype):
 def test_a_forked_process_draws_noise_with_threads_of_its_own():
     code = (
         "import os, torch; from diffpure.noise import Noise\n"
-        "torch.set_num_threads(2); like = torch.empty(8, 3, 32, 32)\n"
+        "torch.set_num_threads(2); like = torch.empty(8, 3, 96, 96)\n"
         "draw = lambda: Noise(tuple(range(8)))(1, like).numpy().tobytes(); drawn = draw(); child = os.fork()\n"
         "if child == 0: os._exit(draw() != drawn)\n"
         "raise SystemExit(os.waitpid(child, 0)[1])"

@@ -29,7 +29,7 @@ Seeds = int | Sequence[int] | Tensor | None  # one per image; one number for all
 Words = NDArray[np.uint64]
 
 _MASK: Final = (1 << 64) - 1
-_MANY: Final = 1 << 14  # numbers; fewer are drawn before another thread has begun
+_MANY: Final = 1 << 17  # numbers; fewer are drawn as soon by one thread beside a network of several
 _MIRRORED: Final[ContextVar[bool]] = ContextVar("mirrored", default=False)
 
 
