@@ -38,7 +38,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program t
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 Device = Annotated[DeviceName, typer.Option(help="auto takes a GPU if there is one.", show_default=False)]
 EVERY: Final = 30.0  # seconds between two lines where there is no terminal
-_MALLOPT: Final = {"M_TRIM_THRESHOLD": -1, "M_MMAP_THRESHOLD": -3}  # of glibc's malloc.h
+_MALLOPT: Final = (-1, -3)  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h
 
 
 def _version(wanted: bool) -> None:
@@ -71,7 +71,7 @@ def keep_memory() -> None:
     (`benchmarks/freed_memory.py`). For commands that attack, not for a library inside somebody's program.
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
-        for what in _MALLOPT.values():
+        for what in _MALLOPT:
             ctypes.CDLL(None).mallopt(what, 1 << 30)
 
 
